@@ -1,0 +1,564 @@
+"""Run: one run directory being written. Results, artifacts and checkpoints go in; the journal is all that is waited for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import logging
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainyard.checkpoint import Checkpoint, Staging
+from trainyard.config import open_storage, parse_config, tracker_specs
+from trainyard.delivery import Delivery, TrackerSpec
+from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError
+from trainyard.files import write_atomic
+from trainyard.journal import (
+    ArtifactRecord,
+    CheckpointRecord,
+    EndedRecord,
+    JournalReader,
+    JournalWriter,
+    ResultRecord,
+    ResumedRecord,
+    StartedRecord,
+)
+from trainyard.plugins import Plugin
+from trainyard.records import Result, RunInfo, Status
+from trainyard.redaction import redact
+from trainyard.results import Counters, context
+from trainyard.resources import Resources
+from trainyard.rundir import NAME_LIMIT, RunDirectory, RunRecord, RunResult, check_name, git_state, new_record, safe_name
+from trainyard.storage import CheckpointPolicy, RunCheckpoints
+from trainyard.values import explain, recordable
+
+__all__ = ["Run", "get_run"]
+
+logger = logging.getLogger("trainyard")
+
+DRAIN_S = 30.0
+"""Seconds that the end of a run gives its trackers to catch up; what is left then stays in the journal."""
+
+_current: contextvars.ContextVar[Run | None] = contextvars.ContextVar("trainyard_run", default=None)
+_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+CheckpointSource = dict[Any, Any] | str | os.PathLike[str] | Checkpoint | Callable[[Staging], None]
+
+
+class Run:
+    """One run directory, written by this process.
+
+    Made by :func:`trainyard.run`, :func:`trainyard.start_run` or a bare :class:`trainyard.Trainable`. Safe in threads.
+    After a fork the child has no part in it: what it logs is refused.
+
+    Args:
+        directory: where; created if need be.
+        record: its identity; None continues the run that is there.
+        config: the config as it is used; what is written of it is redacted.
+        written_config: the config as the user wrote it, ``${env:NAME}`` unresolved; default `config`.
+        trackers: whom to deliver to.
+        callbacks: plugins with ``on_result`` and ``should_stop``.
+        policy: which checkpoints to keep.
+        stop: says of a result whether the run is to end.
+        resources: what it was given.
+
+    Attributes:
+        info: what hooks are told of the run.
+        start_checkpoint: where a resumed run goes on from, else None.
+        counters: how far it has come.
+        seq: of the newest result.
+        head: the seq of the newest result that no restore has superseded.
+        last_result: the last result as it was returned, empty before the first.
+
+    Raises:
+        RunLocked: a live process writes to it.
+        ConfigError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        record: RunRecord | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        written_config: Mapping[str, Any] | None = None,
+        trackers: Sequence[TrackerSpec] = (),
+        callbacks: Sequence[Plugin] = (),
+        policy: CheckpointPolicy | None = None,
+        stop: Callable[[Result], bool] | None = None,
+        resources: Resources | None = None,
+    ) -> None:
+        directory.create()
+        directory.take_lock()
+        try:
+            resumed = record is None
+            self._directory = directory
+            self.record = directory.read() if record is None else record
+            self.config: dict[str, Any] = dict(config or {}) if not isinstance(config, dict) else config
+            written = redact(written_config if written_config is not None else self.config)
+            self.record.config, self.record.status = written, "running"
+            directory.write(self.record)
+            path = str(directory.path)
+            self.info = RunInfo(self.record.id, self.record.name, self.record.experiment, path, written, self.record.tags)
+
+            self.checkpoints = RunCheckpoints(directory.checkpoints, self.id, policy)
+            self.checkpoints.collect_garbage()
+            self.counters = Counters()
+            self.last_result: dict[str, Any] = {}
+            self.start_checkpoint: Checkpoint | None = None
+            self.seq = 0
+            self.head = 0
+            self.stop = stop
+            self.resources = resources
+            self._lock = threading.RLock()
+            self._ended: Status | None = None
+            self._context = context(self.id, self.config)
+            self._on_result = [plugin for plugin in callbacks if "on_result" in plugin.hooks]
+            self._should_stop = [plugin for plugin in callbacks if "should_stop" in plugin.hooks]
+            self._logged_at = time.perf_counter()
+            self._owner = os.getpid()
+            if resumed:
+                self._find_where_it_stopped()
+            self._journal = JournalWriter(directory.journal)
+            self._written_context = {**self._context, "config": written}
+            if resumed:
+                self._journal.append(ResumedRecord(seq=self.seq, time=time.time(), keep=self.head, context=self._written_context))
+            else:
+                self._journal.append(StartedRecord(seq=0, time=time.time(), context=self._written_context))
+            self.delivery = Delivery(self.info, list(trackers))
+            self.delivery.start()
+        except BaseException:
+            directory.lock.release()
+            raise
+        _open_runs.add(self)
+        self._git_thread = threading.Thread(target=self._note_git_state, name="trainyard-git", daemon=True)
+        self._git_thread.start()
+
+    # -- which run -----------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Unique, ten hexadecimal digits."""
+        return self.record.id
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return self.record.name
+
+    @property
+    def experiment(self) -> str:
+        """The named set of runs that it belongs to."""
+        return self.record.experiment
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return self.info.path
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """The auto-filled keys that are the same in every result."""
+        return dict(self._context)
+
+    @property
+    def status(self) -> Status:
+        """``running`` until :meth:`finish`."""
+        return self._ended or "running"
+
+    # -- what goes in --------------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
+        """Record one result.
+
+        Args:
+            metrics: numbers, bools, strings, None, small arrays, or dicts and lists of these.
+            step: its place on the x axis; default the number of the result.
+
+        Returns:
+            The result with its auto-filled keys.
+
+        Raises:
+            MetricError: a value that cannot be recorded; nothing was written.
+        """
+        now = time.perf_counter()
+        duration, self._logged_at = now - self._logged_at, now
+        return self.record_result(metrics, duration, step=step)
+
+    def record_result(
+        self,
+        metrics: Mapping[str, Any],
+        duration: float,
+        *,
+        step: int | None = None,
+        before: Callable[[dict[str, Any]], object] | None = None,
+    ) -> dict[str, Any]:
+        """Fill in one result, show it to the callbacks, and append it to the journal.
+
+        Args:
+            metrics: as the user returned them.
+            duration: seconds that they took.
+            step: default ``training_iteration``.
+            before: called with the filled result, which it may change, before the callbacks.
+
+        Returns:
+            The result as it was recorded, with the user's own objects in it.
+
+        Raises:
+            MetricError: a value that cannot be recorded; no counter has changed.
+            DeliveryError: a tracker with ``on_error: raise`` failed since the last result.
+        """
+        if not isinstance(metrics, Mapping):
+            raise MetricError(f"metrics are a dict, not a {type(metrics).__name__}: {metrics!r}")
+        with self._lock:
+            if self.delivery.failure is not None:
+                raise DeliveryError(self.delivery.failure)
+            now = time.time()
+            result, after = self.counters.fill(metrics, duration, now)
+            seq = self.seq + 1
+            written = result
+            if before is not None or self._on_result:
+                result.update(self._context)
+                if before is not None:
+                    before(result)
+                for plugin in self._on_result:
+                    shown = Result(seq, now, self._step(step, result, seq), result)
+                    plugin.call("on_result", run=self.info, result=shown)
+                written = {name: value for name, value in result.items() if name not in self._context}
+            written = recordable(written)
+            step = self._step(step, result, seq)
+            try:
+                self._journal.append(ResultRecord(seq=seq, time=now, step=step, metrics=written))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise explain(written, error) from error
+            result.update(self._context)
+            self.counters, self.seq, self.head, self.last_result = after, seq, seq, result
+            return result
+
+    @staticmethod
+    def _step(step: int | None, result: dict[str, Any], seq: int) -> int:
+        if step is None:
+            step = result["training_iteration"]
+        return int(step) if isinstance(step, int | float) else seq
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Keep a copy of a file or directory with the run.
+
+        Args:
+            path: what to keep.
+            name: its path below ``artifacts/``; default its own name. One that is there is replaced.
+
+        Raises:
+            ConfigError: there is no such file, or the name leads out of the run.
+        """
+        source = Path(path)
+        name = name or source.resolve().name
+        target = self._directory.artifacts / name
+        if not target.resolve().is_relative_to(self._directory.artifacts.resolve()) or target == self._directory.artifacts:
+            raise ConfigError(f"artifact {name!r}: the name leads out of the run's directory")
+        if not source.exists():
+            raise ConfigError(f"artifact {source}: there is no such file")
+        staged = self._directory.path / f".artifact-{secrets.token_hex(4)}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if source.is_dir():
+                shutil.copytree(source, staged, symlinks=False)
+                if target.is_dir():
+                    shutil.rmtree(target)
+            else:
+                shutil.copyfile(source, staged)
+            os.replace(staged, target)
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(staged) if staged.is_dir() else staged.unlink()
+        size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) if target.is_dir() else target.stat().st_size
+        with self._lock:
+            self._journal.append(ArtifactRecord(seq=self.seq, time=time.time(), name=Path(name).as_posix(), size=size))
+
+    def save_checkpoint(self, source: CheckpointSource) -> Checkpoint:
+        """Save a checkpoint of this moment: hashed, durable, whole or absent.
+
+        Args:
+            source: a dict state; a directory whose files are copied; a Checkpoint; or a function that fills the
+                staging directory.
+
+        Returns:
+            The committed checkpoint.
+
+        Raises:
+            CheckpointError: it could not be saved; there is nothing of it.
+        """
+        with self._lock:
+            with self.checkpoints.stage() as staging:
+                try:
+                    fill(staging, source)
+                    self._journal.sync()  # a checkpoint must never know of results that a power cut can take back
+                    checkpoint = self.checkpoints.commit(
+                        staging, counters=self.counters, metrics=self.written_metrics(), journal_seq=self.head
+                    )
+                except OSError as error:
+                    raise CheckpointError(f"cannot save a checkpoint below {self.path}: {error.strerror}") from error
+            self._journal.append(
+                CheckpointRecord(
+                    seq=self.seq,
+                    time=time.time(),
+                    index=checkpoint.index,
+                    iteration=checkpoint.iteration,
+                    url=checkpoint.url,
+                    size=checkpoint.size,
+                    metrics=checkpoint.metrics,
+                )
+            )
+            self.checkpoints.retain()
+            return checkpoint
+
+    def written_metrics(self) -> dict[str, Any]:
+        """The last result as it stands in the journal."""
+        return recordable({name: value for name, value in self.last_result.items() if name not in self._context})
+
+    # -- how it goes on ------------------------------------------------------------------------------------------
+
+    def should_stop(self) -> bool:
+        """Whether the last result ends the run: it says ``done``, the stop condition holds, or a callback says so."""
+        result = self.last_result
+        if not result:
+            return False
+        if result.get("done"):
+            return True
+        if self.stop is None and not self._should_stop:
+            return False
+        shown = Result(self.seq, time.time(), self._step(None, result, self.seq), result)
+        if self.stop is not None and self.stop(shown):
+            return True
+        for plugin in self._should_stop:
+            answer = plugin.call("should_stop", run=self.info, result=shown)
+            if answer is not None:
+                return bool(answer)
+        return False
+
+    def restore_counters(self, checkpoint: Checkpoint | None) -> None:
+        """Go on counting from where a checkpoint was saved; results of this run that lie beyond it are superseded.
+
+        Args:
+            checkpoint: None: from the beginning.
+        """
+        manifest = checkpoint.manifest if checkpoint else None
+        with self._lock:
+            if manifest is None or manifest.run_id == self.id:
+                keep = manifest.journal_seq if manifest else 0
+                if keep < self.head:
+                    self.head = keep
+                    self._journal.append(ResumedRecord(seq=self.seq, time=time.time(), keep=keep, context=self._written_context))
+            self.counters = manifest.counters.restored() if manifest else Counters()
+            self.last_result = {**manifest.metrics, **self._context} if manifest and manifest.metrics else {}
+
+    def finish(self, status: Status = "completed", error: BaseException | None = None) -> RunResult:
+        """End the run: everything durable, trackers caught up within 30 s. Calling it again changes nothing.
+
+        Args:
+            status: how it ended.
+            error: the exception that ended it; its traceback goes into ``error.txt``.
+
+        Returns:
+            What there is to know of it.
+
+        Raises:
+            JournalError: results are still waiting for room on the disk, and none came within 30 s.
+        """
+        self._git_thread.join()  # a few ms, once a process; git itself has a deadline
+        with self._lock:
+            if self._ended is not None or self._owner != os.getpid():
+                return RunResult(self.path, error)
+            self._ended = status
+        _open_runs.discard(self)
+        message = None
+        try:
+            if error is not None:
+                message = "".join(traceback.format_exception_only(error)).strip()
+                self.note_error(error)
+            self._journal.append(EndedRecord(seq=self.seq, time=time.time(), status=status, error=message))
+            self._close_journal()
+            self.record.status = status
+            self._directory.write(self.record)
+        finally:
+            self.delivery.drain(DRAIN_S)
+            self._directory.lock.release()
+        for lane in self.delivery.lanes:
+            owed = self.seq - lane.position
+            if owed or not lane.state.ended:
+                logger.warning(
+                    "tracker %r is still owed %d results of run %s (%s); they are kept in its journal",
+                    lane.spec.name, owed, self.name, lane.state.error or "it was too slow",
+                )  # fmt: skip
+        return RunResult(self.path, error)
+
+    def note_error(self, error: BaseException) -> None:
+        """Append a traceback to ``error.txt``."""
+        with open(self._directory.error, "a", encoding="utf-8") as file:
+            file.write("".join(traceback.format_exception(error)))
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[Run]:
+        """While this holds, :func:`get_run` in this thread is this run."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def __enter__(self) -> Run:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        _current.reset(self._token)
+        self.finish(*how_it_ended(error))
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, {self.status}, path={self.path!r})"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _find_where_it_stopped(self) -> None:
+        for record in JournalReader(self._directory.journal):
+            if isinstance(record, ResultRecord):
+                self.seq = record.seq
+        self.start_checkpoint = self.checkpoints.newest_good()
+        self.head = 0
+        if self.start_checkpoint is not None:
+            self.head = self.start_checkpoint.manifest.journal_seq
+            self.restore_counters(self.start_checkpoint)
+
+    def _close_journal(self) -> None:
+        deadline = time.monotonic() + DRAIN_S
+        while True:
+            try:
+                self._journal.close()
+                return
+            except JournalError:
+                if not self._journal.waiting or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def _note_git_state(self) -> None:
+        state = git_state()
+        with self._lock:
+            if state is not None and self._ended is None:
+                self.record.git = state
+                with contextlib.suppress(OSError):
+                    self._directory.write(self.record)
+
+
+def fill(staging: Staging, source: CheckpointSource) -> None:
+    """Put what a checkpoint is made of into its staging directory."""
+    if isinstance(source, dict):
+        staging.add_state(source)
+    elif isinstance(source, str | os.PathLike | Checkpoint):
+        path = Path(source.path if isinstance(source, Checkpoint) else source)
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is no directory: a checkpoint is a dict, a directory or a Checkpoint")
+        staging.add_files(path)
+    elif callable(source):
+        source(staging)
+    else:
+        raise CheckpointError(f"a checkpoint is a dict, a directory or a Checkpoint, not a {type(source).__name__}")
+
+
+def how_it_ended(error: BaseException | None) -> tuple[Status, BaseException | None]:
+    """The status that an exception out of the user's code means, and the exception if it is a failure."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "completed", None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None
+    return "failed", error
+
+
+def get_run() -> Run | None:
+    """The run that this code is in; None outside of any.
+
+    In a thread that the user started, the process' only open run.
+    """
+    run = _current.get()
+    if run is not None or threading.current_thread() is threading.main_thread():
+        return run
+    still_open = [run for run in _open_runs if run.status == "running"]
+    return still_open[0] if len(still_open) == 1 else None
+
+
+def new_run_directory(root: Path, experiment: str, trainable: str, name: str | None, run_id: str) -> RunDirectory:
+    """The directory for a new run. A name that is taken gets a suffix.
+
+    Args:
+        root: the storage root.
+        experiment: a safe name.
+        trainable: the trainable's name, for the default ``<trainable>_<id>``.
+        name: the user's name for it, or None.
+        run_id: the run's id.
+    """
+    if name is None:
+        stem = safe_name(trainable)[: NAME_LIMIT - len(run_id) - 1]
+        return RunDirectory(root / experiment / f"{stem}_{run_id}")
+    check_name(name, "name")
+    path = root / experiment / name
+    return RunDirectory(path if not path.exists() else root / experiment / f"{name[: NAME_LIMIT - 5]}_{run_id[:4]}")
+
+
+def new_run(root: Path, experiment: str, trainable: str, name: str | None, written_config: Mapping[str, Any], **settings: Any) -> tuple[RunDirectory, RunRecord]:
+    """The directory and identity of a new run.
+
+    Returns:
+        Both, for :class:`Run`; nothing is written yet.
+    """
+    run_id = secrets.token_hex(5)
+    directory = new_run_directory(root, check_name(experiment, "experiment"), trainable.rpartition(":")[2], name, run_id)
+    record = new_record(
+        id=run_id,
+        name=directory.path.name,
+        experiment=experiment,
+        trainable=trainable,
+        config=redact(written_config),
+        settings=redact(settings),
+    )
+    return directory, record
+
+
+def open_new_run(
+    *,
+    trainable: str,
+    config: dict[str, Any],
+    written_config: Mapping[str, Any],
+    storage: str | os.PathLike[str] | None = None,
+    trackers: Any = None,
+    experiment: str | None = None,
+    name: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> Run:
+    """A new run for code that has its own loop; what is None comes from the environment, then from the defaults."""
+    given = {"storage": storage, "trackers": trackers, "experiment": experiment, "name": name, "tags": tags}
+    settings = parse_config({"trainable": trainable, **{key: value for key, value in given.items() if value is not None}})
+    specs = tracker_specs(settings.trackers)
+    root = open_storage(settings.storage).path(settings.experiment).parent
+    directory, record = new_run(root, settings.experiment, trainable, settings.name, written_config)
+    record.tags = settings.tags
+    return Run(directory, record, config=config, written_config=written_config, trackers=specs)
+
+
+@atexit.register
+def _finish_open_runs() -> None:
+    """A process that ends without ending its runs: say how it ended, and let the trackers catch up."""
+    error = getattr(sys, "last_value", None)
+    for run in list(_open_runs):
+        try:
+            run.finish(*how_it_ended(error))
+        except Exception as why:
+            logger.warning("could not finish run %s: %s", run.name, why)

@@ -1,0 +1,205 @@
+"""``trainyard runs`` and ``trainyard show``."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.columns import Columns
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from trainyard.cli.tables import ago, coloured, console, duration, main_metrics, metrics_line, number, size, table, user_metrics
+from trainyard.config import DEFAULT_STORAGE, open_storage
+from trainyard.records import Result
+from trainyard.rundir import RunResult, list_runs, open_run
+from trainyard.values import flatten, strict_json
+
+_PLOT_HEIGHT = 8
+_PLOT_MARGIN = 14  # what the labels of the y axis take
+
+
+@click.command()
+@click.option("--storage", help="The storage root.  [default: TRAINYARD_STORAGE or ./runs]")
+@click.option("--experiment", help="Only the runs of this experiment.")
+@click.option("--limit", default=50, show_default=True, help="The newest so many; 0: all.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON array, for scripts.")
+def runs(storage: str | None, experiment: str | None, limit: int, as_json: bool) -> None:
+    """List the runs, the newest first."""
+    url = storage or os.environ.get("TRAINYARD_STORAGE") or DEFAULT_STORAGE
+    root = open_storage(url).path("x").parent
+    found = list(list_runs(root, experiment))
+    shown = found[:limit] if limit else found
+    if as_json:
+        click.echo(_json([_summary(run) for run in shown]))
+        return
+    out = console()
+    if not found:
+        out.print(f"no runs in {root}; start one with: trainyard run FILE.yaml")
+        return
+    rows = table("run", "status", ">iteration", "metrics", "started", "experiment")
+    for run in shown:
+        metrics = run.metrics
+        rows.add_row(
+            escape(run.name),
+            coloured(run.status),
+            str(metrics.get("training_iteration", 0)),
+            escape(metrics_line(metrics)),
+            ago(run.record.created),
+            escape(run.experiment),
+        )
+    out.print(rows)
+    if len(shown) < len(found):
+        out.print(f"[dim]... and {len(found) - len(shown)} more: --limit 0[/]")
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--storage", help="Where to look for it.  [default: TRAINYARD_STORAGE or ./runs]")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object, for scripts.")
+def show(name: str, storage: str | None, as_json: bool) -> None:
+    """Show one run: its directory, its id (or the beginning of it), or its name."""
+    run = open_run(name, storage)
+    if as_json:
+        click.echo(_json({**_summary(run), **_details(run)}))
+        return
+    out = console()
+    history = run.history()
+    _show_identity(out, run, history)
+    _show_metrics(out, history)
+    _show_trackers(out, run, history)
+    _show_checkpoints(out, run)
+    if run.status == "failed" and Path(run.path, "error.txt").exists():
+        out.print("\n[bold]error.txt[/]")
+        out.print(Text(Path(run.path, "error.txt").read_text()[-3000:].rstrip(), style="red"))
+
+
+def _summary(run: RunResult) -> dict[str, Any]:
+    record = run.record
+    return {
+        "id": run.id,
+        "name": run.name,
+        "experiment": run.experiment,
+        "status": run.status,
+        "path": run.path,
+        "trainable": record.trainable,
+        "created": record.created,
+        "config": run.config,
+        "metrics": {name: value for name, value in run.metrics.items() if name != "config"},
+    }
+
+
+def _details(run: RunResult) -> dict[str, Any]:
+    checkpoints = [
+        {"index": c.index, "iteration": c.iteration, "path": c.path, "size": c.size, "metrics": c.metrics} for c in run.checkpoints
+    ]
+    return {
+        "host": run.record.host,
+        "python": run.record.python,
+        "git": run.record.git,
+        "tags": run.record.tags,
+        "settings": run.record.settings,
+        "trackers": [msgspec.to_builtins(lane) for lane in run.lanes()],
+        "checkpoints": checkpoints,
+    }
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.format(strict_json(msgspec.to_builtins(value))).decode()
+
+
+def _show_identity(out: Console, run: RunResult, history: list[Result]) -> None:
+    record = run.record
+    facts = table("", "")
+    facts.show_header = False
+    facts.add_row("run", f"[bold]{escape(run.name)}[/]  {coloured(run.status)}")
+    facts.add_row("id", f"{run.id}  of experiment {escape(run.experiment)}")
+    facts.add_row("started", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} on {escape(record.host)}")
+    facts.add_row("trainable", escape(record.trainable))
+    if record.git:
+        facts.add_row("commit", record.git.commit[:12] + ("  (with changes)" if record.git.dirty else ""))
+    facts.add_row("directory", escape(run.path))
+    if history:
+        last = history[-1].metrics
+        facts.add_row("progress", f"iteration {last['training_iteration']}, {len(history)} results, {duration(last['time_total_s'])}")
+    for name, value in flatten(run.config):
+        facts.add_row("config", escape(f"{name}: {number(value)}"))
+    out.print(facts)
+
+
+def _show_metrics(out: Console, history: list[Result]) -> None:
+    series = _series(history)
+    if not series:
+        return
+    rows = table("metric", ">first", ">last", ">min", ">max")
+    for name, points in series.items():
+        values = [value for _, value in points]
+        finite = [value for value in values if value == value] or [float("nan")]
+        rows.add_row(escape(name), number(values[0]), number(values[-1]), number(min(finite)), number(max(finite)))
+    out.print()
+    out.print(rows)
+    drawable = [name for name in main_metrics(history[-1].metrics) if len(series.get(name, [])) > 1]
+    if drawable:
+        width = max(30, min(60, out.width // min(2, len(drawable)) - 2))
+        plots = [_plot(name, series[name], width) for name in drawable]
+        out.print()
+        out.print(Columns([plot for plot in plots if plot is not None], padding=(0, 2)))
+
+
+def _series(history: list[Result]) -> dict[str, list[tuple[int, float]]]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for result in history:
+        for name, value in user_metrics(result.metrics).items():
+            series.setdefault(name, []).append((result.step, value))
+    return series
+
+
+def _plot(name: str, points: list[tuple[int, float]], width: int) -> Text | None:
+    import plotille
+
+    drawn = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(drawn) < 2:
+        return None
+    stride = max(1, len(drawn) // (4 * width))  # more points than the terminal can show only cost time
+    figure = plotille.Figure()
+    figure.width, figure.height = width - _PLOT_MARGIN, _PLOT_HEIGHT
+    figure.color_mode = "names"
+    figure.x_label, figure.y_label = "iteration", name
+    figure.x_ticks_fkt = lambda low, high: number(round(low))
+    figure.y_ticks_fkt = lambda low, high: number(low)
+    figure.plot([x for x, _ in drawn[::stride]], [y for _, y in drawn[::stride]], lc="cyan")
+    return Text.from_ansi(figure.show())
+
+
+def _show_trackers(out: Console, run: RunResult, history: list[Result]) -> None:
+    lanes = run.lanes()
+    if not lanes:
+        return
+    newest = history[-1].seq if history else 0
+    rows = table("tracker", ">delivered", ">owed", ">set aside", "state")
+    for lane in lanes:
+        owed = max(0, newest - lane.seq)
+        if lane.error is not None:
+            state = f"[red]{escape(lane.error)}[/], since {ago(lane.failing_since or time.time())}"
+        else:
+            state = "done" if lane.ended else "[green]delivering[/]" if run.status == "running" else "[yellow]waiting[/]"
+        rows.add_row(escape(lane.tracker), str(lane.delivered), str(owed), str(len(lane.rejected) + lane.dropped), state)
+    out.print()
+    out.print(rows)
+
+
+def _show_checkpoints(out: Console, run: RunResult) -> None:
+    checkpoints = run.checkpoints
+    if not checkpoints:
+        return
+    rows = table("checkpoint", ">iteration", ">size", "metrics")
+    for checkpoint in checkpoints:
+        rows.add_row(Path(checkpoint.path).name, str(checkpoint.iteration), size(checkpoint.size), escape(metrics_line(checkpoint.metrics)))
+    out.print()
+    out.print(rows)

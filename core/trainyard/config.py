@@ -1,0 +1,465 @@
+"""YAML or a dict in, a validated :class:`RunConfig` out; and from its words the plugins, stores and trainables they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from trainyard import plugins
+from trainyard.delivery import OnError, TrackerSpec
+from trainyard.errors import ConfigError, PluginConfigError, unknown
+from trainyard.records import Result
+from trainyard.redaction import resolve_environment
+from trainyard.resources import Resources
+from trainyard.rundir import check_name
+from trainyard.storage import CheckpointPolicy, LocalStore
+from trainyard.values import flatten
+
+__all__ = [
+    "FailurePolicy",
+    "RunConfig",
+    "StopRule",
+    "load_trainable",
+    "open_storage",
+    "parse_config",
+    "read_yaml",
+    "tracker_specs",
+]
+
+DEFAULT_STORAGE = "./runs"
+DEFAULT_EXPERIMENT = "default"
+DEFAULT_TRACKERS = ("json", "csv")
+
+_COMMON_OPTIONS = ("type", "include", "exclude", "on_error")
+
+
+class FailurePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The config key ``failures``.
+
+    Attributes:
+        max_failures: how often a failed run goes on from its newest checkpoint; -1: for ever.
+    """
+
+    max_failures: int = 0
+
+
+class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One run, as YAML or :func:`trainyard.run` describe it. The words are the same in both.
+
+    Attributes:
+        trainable: ``module:name`` or ``path.py:name``; in Python also the class or function itself.
+        config: handed to the trainable; ``${env:NAME}`` is resolved at use and never written resolved.
+        experiment: the named set of runs that this one belongs to.
+        name: its directory's name; default ``<trainable>_<id>``.
+        stop: metric to threshold (stops at or above; nested names joined with ``/``), or in Python a callable.
+        trackers: instance name to options, a list of names, or in Python plugin objects.
+        storage: where run directories live.
+        checkpoint: when to save, what to keep.
+        resources: what the run needs.
+        executor: where it runs: ``inline``, this process.
+        failures: what happens after an exception.
+        resume: ``never``; ``allow``: go on with the named, or the newest unfinished run, if there is one; ``must``.
+        log_to_file: copy stdout and stderr into the run directory: true, one file's name, or two.
+        tags: free words, kept with the run.
+        chdir: make the run directory the working directory while it runs.
+    """
+
+    trainable: Any
+    config: dict[str, Any] = {}
+    experiment: str = DEFAULT_EXPERIMENT
+    name: str | None = None
+    stop: Any = None
+    trackers: Any = DEFAULT_TRACKERS
+    storage: str = DEFAULT_STORAGE
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    resources: dict[str, Any] | None = None
+    executor: str = "inline"
+    failures: FailurePolicy = FailurePolicy()
+    resume: Literal["never", "allow", "must"] = "never"
+    log_to_file: bool | str | list[str] = False
+    tags: dict[str, str] = {}
+    chdir: bool = False
+
+
+class Source(msgspec.Struct):
+    """A mapping that was read from YAML, and where its keys stand."""
+
+    file: str
+    data: dict[str, Any]
+    lines: dict[str, int]
+
+    def place(self, path: str) -> str:
+        """``file:line: path`` for a key path, or for the nearest one above it."""
+        at = path
+        while at and at not in self.lines:
+            at = at.rpartition(".")[0]
+        line = f":{self.lines[at]}" if at in self.lines else ""
+        return f"{self.file}{line}: {path}" if path else f"{self.file}{line}"
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Source:
+    """Read a YAML file, by ``safe_load``.
+
+    Raises:
+        ConfigError: no such file, no YAML, or not a mapping; with file and line.
+    """
+    import yaml
+
+    file = os.fspath(path)
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    try:
+        data = yaml.safe_load(text)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected a mapping with the key 'trainable', found {_what(data)}")
+    lines: dict[str, int] = {}
+    _note_lines(node, "", lines)
+    return Source(file, data, lines)
+
+
+def _note_lines(node: Any, path: str, lines: dict[str, int]) -> None:
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = f"{path}.{key.value}" if path else str(key.value)
+            lines[where] = key.start_mark.line + 1
+            _note_lines(value, where, lines)
+
+
+def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
+    """Apply ``--set a.b=value`` to what was read; the value is YAML.
+
+    Raises:
+        ConfigError: no ``=``, not YAML, or a path through something that is no mapping.
+    """
+    import yaml
+
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        keys = path.split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"--set {text}: expected KEY=VALUE, as in --set config.lr=0.01")
+        into = source.data
+        for i, key in enumerate(keys[:-1]):
+            if into.get(key) is None:
+                into[key] = {}
+            if not isinstance(into[key], dict):
+                raise ConfigError(f"--set {text}: {'.'.join(keys[: i + 1])} is {_what(into[key])}, which has no keys")
+            into = into[key]
+        try:
+            into[keys[-1]] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {text}: the value is not valid YAML; quote it") from None
+        source.lines = {key: line for key, line in source.lines.items() if key != path}
+
+
+def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunConfig:
+    """Validate a mapping. What it leaves out comes from the environment, then from the defaults.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value that cannot be; with file, line and key path.
+    """
+
+    def place(path: str) -> str:
+        return source.place(path) if source else path
+
+    _check_keys(data, RunConfig, "", place)
+    for key, kind in (("checkpoint", CheckpointPolicy), ("failures", FailurePolicy)):
+        if isinstance(data.get(key), Mapping):
+            _check_keys(data[key], kind, key, place)
+    if "trainable" not in data:
+        raise ConfigError(f"{place('')}: the key 'trainable' is missing: name one as module:name or path.py:name".lstrip(": "))
+    values = {**_from_environment(), **{key: value for key, value in data.items() if value is not None}}
+    for key in ("storage",):
+        if isinstance(values.get(key), os.PathLike):
+            values[key] = os.fspath(values[key])
+    try:
+        config = msgspec.convert(values, RunConfig)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at `")
+        path = at.rstrip("`").removeprefix("$").lstrip(".")
+        raise ConfigError(f"{place(path)}: {what[0].lower()}{what[1:].replace('`', '')}") from None
+    if "config" in values and isinstance(values["config"], dict):
+        config.config = values["config"]  # the user's own object, which a conversion would have copied
+    _check_values(config, place)
+    return config
+
+
+def _check_keys(data: Mapping[str, Any], kind: type, path: str, place: Callable[[str], str]) -> None:
+    known = msgspec.structs.fields(kind)
+    names = [field.name for field in known]
+    for key in data:
+        if key not in names:
+            where = f"{path}.{key}" if path else str(key)
+            raise ConfigError(f"{place(where)}: {unknown('key', str(key), names, label='keys')}")
+
+
+def _check_values(config: RunConfig, place: Callable[[str], str]) -> None:
+    policy = config.checkpoint
+    if policy.keep is not None and policy.keep < 1:
+        raise ConfigError(f"{place('checkpoint.keep')}: keep at least 1 checkpoint, not {policy.keep}; leave it out to keep all")
+    if policy.every < 0:
+        raise ConfigError(f"{place('checkpoint.every')}: a number of iterations, 0 or more, not {policy.every}")
+    if config.executor != "inline":
+        raise ConfigError(f"{place('executor')}: {unknown('executor', config.executor, ['inline'])}")
+    check_name(config.experiment, place("experiment"))
+    if config.name is not None:
+        check_name(config.name, place("name"))
+    StopRule.check(config.stop, place)
+    if isinstance(config.log_to_file, list) and len(config.log_to_file) != 2:
+        raise ConfigError(f"{place('log_to_file')}: true, one file's name, or two of them for stdout and stderr")
+    Resources.parse(config.resources, place("resources"))
+
+
+def _from_environment() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if storage := os.environ.get("TRAINYARD_STORAGE"):
+        found["storage"] = storage
+    if experiment := os.environ.get("TRAINYARD_EXPERIMENT"):
+        found["experiment"] = experiment
+    if trackers := os.environ.get("TRAINYARD_TRACKERS"):
+        found["trackers"] = [name.strip() for name in trackers.split(",") if name.strip()]
+    return found
+
+
+class StopRule:
+    """The config key ``stop``: thresholds on metrics, or a callable.
+
+    Args:
+        rule: a mapping of metric to threshold, a callable ``(result) -> bool``, or None.
+    """
+
+    def __init__(self, rule: Mapping[str, float] | Callable[[Result], bool] | None) -> None:
+        self._call = rule if callable(rule) else None
+        self._thresholds = dict(rule) if isinstance(rule, Mapping) else {}
+        self._unseen = set(self._thresholds)
+
+    @staticmethod
+    def check(rule: Any, place: Callable[[str], str] = str) -> None:
+        """Raise ConfigError for something that is no rule."""
+        if rule is None or callable(rule):
+            return
+        if not isinstance(rule, Mapping):
+            raise ConfigError(f"{place('stop')}: expected a mapping of metric to threshold, not {_what(rule)}")
+        for metric, threshold in rule.items():
+            if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+                raise ConfigError(f"{place(f'stop.{metric}')}: the threshold is a number, not {threshold!r}")
+
+    def __call__(self, result: Result) -> bool:
+        if self._call is not None:
+            return bool(self._call(result))
+        reached = False
+        for metric, threshold in self._thresholds.items():
+            value = result.metrics.get(metric)
+            if value is None and "/" in metric:
+                value = dict(flatten(result.metrics)).get(metric)
+            if value is not None:
+                self._unseen.discard(metric)
+                reached = reached or value >= threshold
+        return reached
+
+    def unseen(self, result: Mapping[str, Any]) -> list[str]:
+        """A warning for each metric that no result has had so far."""
+        names = [name for name, _ in flatten(dict(result)) if not name.startswith("config/")]
+        return [f"stop.{unknown('metric', metric, names, label='the results have')}" for metric in sorted(self._unseen)]
+
+    @property
+    def iterations(self) -> int | None:
+        """The number of iterations that it stops at, if it says one."""
+        limit = self._thresholds.get("training_iteration")
+        return None if limit is None else int(limit)
+
+
+def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[TrackerSpec]:
+    """The trackers that a config names, each built once to be sure that it can be.
+
+    Args:
+        trackers: a mapping of instance name to options, or a list of names, one-entry mappings and plugin objects.
+        place: words the place of a key path.
+
+    Raises:
+        ConfigError, PluginNotFound, PluginBroken, PluginConfigError: with the place.
+    """
+    specs: list[TrackerSpec] = []
+    for name, given in _named_trackers(trackers, place):
+        if any(spec.name == name for spec in specs):
+            raise ConfigError(f"{place('trackers')}: two trackers are named {name!r}: name one of them otherwise and give its 'type'")
+        where = place(f"trackers.{name}")
+        if isinstance(given, Mapping):
+            specs.append(_named_spec(name, given, where))
+        else:
+            plugin = plugins.hold(name, given)
+            specs.append(TrackerSpec(name, type(given).__name__, lambda plugin=plugin: plugin))
+            _check_is_tracker(plugin, where)
+    return specs
+
+
+def _named_trackers(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[str, Any]]:
+    if isinstance(trackers, Mapping):
+        items: list[tuple[Any, Any]] = list(trackers.items())
+    elif isinstance(trackers, Sequence) and not isinstance(trackers, str):
+        items = []
+        for entry in trackers:
+            if isinstance(entry, str):
+                items.append((entry, {}))
+            elif isinstance(entry, Mapping):
+                items.extend(entry.items())
+            else:
+                taken = [name for name, _ in items]
+                name = plain = type(entry).__name__
+                while name in taken:
+                    name = f"{plain}-{taken.count(plain) + 1}"
+                    taken.append(plain)
+                items.append((name, entry))
+    else:
+        raise ConfigError(f"{place('trackers')}: expected a mapping of names to options, or a list of names, not {_what(trackers)}")
+    for name, options in items:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ConfigError(f"{place('trackers')}: {name!r} is no name for a tracker: use letters, digits, '.', '_' and '-'")
+        if options is not None and not isinstance(options, Mapping) and (isinstance(trackers, Mapping) or isinstance(options, str | int | float | list)):
+            raise ConfigError(f"{place(f'trackers.{name}')}: expected a mapping of options, not {_what(options)}")
+        yield name, {} if options is None else options
+
+
+def _named_spec(name: str, given: Mapping[str, Any], where: str) -> TrackerSpec:
+    kind = given.get("type", name)
+    on_error: OnError = given.get("on_error", "spool")
+    if on_error not in ("spool", "drop", "raise"):
+        raise PluginConfigError(f"{where}.on_error: one of spool, drop, raise, not {on_error!r}")
+    options = {option: value for option, value in given.items() if option not in _COMMON_OPTIONS}
+
+    def build() -> plugins.Plugin:
+        resolved = resolve_environment(options, where)
+        return plugins.build(kind, resolved, as_name=name, what="tracker", where=where)
+
+    _check_is_tracker(build(), where)
+    globs = {key: _globs(given.get(key), f"{where}.{key}") for key in ("include", "exclude")}
+    return TrackerSpec(name, kind, build, on_error=on_error, **globs)
+
+
+def _globs(given: Any, where: str) -> tuple[str, ...]:
+    names = [given] if isinstance(given, str) else given or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise PluginConfigError(f"{where}: expected a list of globs on metric names, such as ['val/*'], not {given!r}")
+    return tuple(names)
+
+
+def _check_is_tracker(plugin: plugins.Plugin, where: str) -> None:
+    if not any(hook.startswith("log_") for hook in plugin.hooks):
+        raise ConfigError(f"{where}: the plugin {plugin.name!r} is a {plugins.kind_of(plugin.hooks)}, not a tracker")
+
+
+@functools.lru_cache(maxsize=16)
+def open_storage(url: str) -> LocalStore:
+    """Open the store that a path or URL names. Only the plugin of its scheme is loaded.
+
+    Raises:
+        PluginNotFound: nothing installed opens that scheme.
+        ConfigError: the store is not on this machine.
+    """
+    scheme = urlsplit(url).scheme if "://" in url else "file"
+    plugin = plugins.build(scheme, what="store", where=f"storage {url!r}")
+    store, _ = plugins.ask([plugin], "open_store", url=url, options={})
+    if store is None:
+        raise ConfigError(f"storage {url!r}: the plugin {scheme!r} does not open it")
+    if not isinstance(store, LocalStore):
+        raise ConfigError(f"storage {url!r}: runs live on local disks only in this version: name a directory")
+    return store
+
+
+def load_trainable(spec: str, beside: str | None = None, place: str = "trainable") -> Any:
+    """Import what ``module:name`` or ``path.py:name`` means.
+
+    Args:
+        spec: the words.
+        beside: a file in whose directory a relative path is looked for after the working directory.
+        place: where the words stand, for messages.
+
+    Raises:
+        ConfigError: there is no such file, module or name, or importing it failed.
+    """
+    module_name, colon, name = spec.rpartition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{place}: {spec!r} is no trainable: write module:name or path.py:name")
+    if module_name.endswith(".py"):
+        module = _load_file(module_name, beside, place)
+    else:
+        with _searching(os.getcwd()):
+            try:
+                module = importlib.import_module(module_name)
+            except Exception as error:
+                raise ConfigError(f"{place}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    found = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            candidates = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"{place}: {unknown('trainable', name, candidates, label=f'{module_name} has')}") from None
+    return found
+
+
+def _load_file(path: str, beside: str | None, place: str) -> Any:
+    file = Path(path)
+    if not file.is_file() and beside is not None and not file.is_absolute():
+        file = Path(beside).parent / path
+    if not file.is_file():
+        raise ConfigError(f"{place}: there is no file {path} in {os.getcwd()}")
+    file = file.resolve()
+    loaded = sys.modules.get(file.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return loaded
+    name = file.stem if loaded is None else f"{file.stem}_{abs(hash(str(file))):x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that its classes can be pickled
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # so that it finds its neighbours, as a script does
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{place}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+@contextlib.contextmanager
+def _searching(directory: str) -> Any:
+    if directory in sys.path:
+        yield
+        return
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+def _what(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return f"{type(value).__name__} {str(value)[:40]!r}"

@@ -1,0 +1,119 @@
+"""Copies of what a run prints: streams that write to the terminal and to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["Tee", "capture"]
+
+
+class Tee(io.TextIOBase):
+    """A text stream that writes to two: a terminal and a file. Everything that can be asked of a stream is answered
+    by the first, so that ``isatty``, ``fileno`` and ``buffer`` are the terminal's own.
+
+    Args:
+        stream: the first, and the one that answers.
+        copy: the second; once it is closed it is left alone.
+    """
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        self._stream = stream
+        self._copy = copy
+
+    def write(self, text: str) -> int:
+        """Write to both. Returns the number of characters."""
+        with contextlib.suppress(ValueError):  # closed: somebody kept this stream beyond its run
+            self._copy.write(text)
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]
+        """Write several strings to both."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush both."""
+        with contextlib.suppress(ValueError):
+            self._copy.flush()
+        with contextlib.suppress(ValueError):
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Flush; the streams belong to others."""
+        self.flush()
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the first is closed."""
+        return self._stream.closed
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The first's."""
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """The first's."""
+        return self._stream.errors
+
+    @property
+    def buffer(self) -> Any:
+        """The first's; bytes that are written to it are in no copy."""
+        return self._stream.buffer
+
+    def fileno(self) -> int:
+        """The first's."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """Whether the first is a terminal."""
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+
+@contextlib.contextmanager
+def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
+    """Copy ``sys.stdout`` and ``sys.stderr`` into files, to which is appended; both may be one file.
+
+    The redirection is the process', as the streams are. Warnings of the ``trainyard`` logger go to the stderr copy
+    too. What subprocesses or C code print is not captured.
+
+    Args:
+        stdout, stderr: the files; None leaves that stream alone.
+    """
+    files: dict[Path, TextIO] = {}
+    tees: dict[str, tuple[TextIO, Tee]] = {}
+    for name, path in (("stdout", stdout), ("stderr", stderr)):
+        if path is not None:
+            if path not in files:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files[path] = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            before: TextIO = getattr(sys, name)
+            tee = Tee(before, files[path])
+            tees[name] = (before, tee)
+            setattr(sys, name, tee)
+    handler: logging.Handler | None = None
+    if stderr is not None:
+        handler = logging.StreamHandler(files[stderr])
+        handler.setFormatter(logging.Formatter("[%(levelname)s %(asctime)s] %(filename)s: %(lineno)d  %(message)s"))
+        logging.getLogger("trainyard").addHandler(handler)
+    try:
+        yield
+    finally:
+        for name, (before, tee) in tees.items():
+            if getattr(sys, name) is tee:  # else somebody redirected on top of us, and restores us later
+                setattr(sys, name, before)
+        if handler is not None:
+            logging.getLogger("trainyard").removeHandler(handler)
+        for file in files.values():
+            file.close()

@@ -1,0 +1,547 @@
+"""Lanes: each takes one tracker from its cursor to the end of a run's journal, at its own pace.
+
+A lane reads the journal file and nothing else, so it is the same code in a thread of the training process and in a
+process of its own. Whatever goes wrong, it does one thing: close the plugin, wait, and begin again from what was last
+confirmed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from trainyard.errors import Rejected
+from trainyard.files import write_atomic
+from trainyard.journal import (
+    ArtifactRecord,
+    CheckpointRecord,
+    EndedRecord,
+    JournalReader,
+    Record,
+    ResultRecord,
+    ResumedRecord,
+    StartedRecord,
+)
+from trainyard.locks import FileLock
+from trainyard.plugins import Plugin
+from trainyard.records import Artifact, CheckpointInfo, Outcome, Result, RunInfo
+from trainyard.results import AUTO_FILLED
+from trainyard.values import strict_json
+
+__all__ = ["BATCH", "Delivery", "History", "Lane", "LaneState", "OnError", "TrackerSpec", "surviving"]
+
+logger = logging.getLogger("trainyard")
+
+BATCH = 500
+"""The most results that one ``log_results`` gets."""
+
+MAIN_JOURNAL = "0.log"
+SYNC_JOURNAL = "sync.log"
+
+_POLL_S = 0.1
+_CONFIRM_EVERY_S = 0.5
+_FIRST_BACKOFF_S = 0.1
+_LONGEST_BACKOFF_S = 30.0
+_LONGEST_BACKOFF_AT_END_S = 1.0
+
+OnError = Literal["spool", "drop", "raise"]
+
+
+class TrackerSpec(msgspec.Struct, frozen=True):
+    """One tracker of a run: what core itself needs to know of it.
+
+    Attributes:
+        name: the instance's name, which names its cursor file.
+        type: the plugin's name.
+        build: makes the plugin; called in the lane, and again after every failure.
+        include, exclude: globs on metric names; an empty `include` takes all.
+        on_error: keep it for later, drop the batch, or fail the run.
+    """
+
+    name: str
+    type: str
+    build: Callable[[], Plugin]
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    on_error: OnError = "spool"
+
+
+class LaneState(msgspec.Struct):
+    """``delivery/<tracker>.json``: what is confirmed, written in one step.
+
+    Attributes:
+        tracker, type: which lane.
+        cursor: journal file to the offset behind the last confirmed record.
+        context_at: where the record lies whose context holds for the next result.
+        seq: of the last confirmed result.
+        delivered, dropped: counts of results.
+        rejected: the results that were set aside.
+        notes: the tracker's own.
+        error: the last error, while it lasts.
+        failing_since: seconds since the epoch, while an error lasts.
+        ended: the end of the run is confirmed.
+    """
+
+    tracker: str
+    type: str
+    cursor: dict[str, int] = {}
+    context_at: int = 0
+    seq: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    rejected: list[int] = []
+    notes: dict[str, Any] = {}
+    error: str | None = None
+    failing_since: float | None = None
+    ended: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> LaneState | None:
+        """The state in a file; None where there is none, or none that can be read."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            logger.warning("cannot read %s (%s): delivering that run from its beginning", path, error)
+            return None
+
+
+class _Group(NamedTuple):
+    """Some consecutive records of one kind, and the place behind them."""
+
+    records: list[Any]
+    journal: str
+    offset: int
+
+
+class Lane:
+    """One tracker of one run.
+
+    Args:
+        run: which run; its path holds ``journal/`` and ``delivery/``.
+        spec: the tracker.
+        on_failure: called with the error of a tracker whose `on_error` is ``raise``.
+    """
+
+    def __init__(self, run: RunInfo, spec: TrackerSpec, on_failure: Callable[[str], None] | None = None) -> None:
+        self.run = run
+        self.spec = spec
+        self._on_failure = on_failure
+        self._journals = Path(run.path) / "journal"
+        folder = Path(run.path) / "delivery"
+        self._state_path = folder / f"{spec.name}.json"
+        self._rejected_path = folder / f"{spec.name}.rejected.jsonl"
+        self._lock = FileLock(folder / f".{spec.name}.lock")
+        self.state = LaneState.read(self._state_path) or LaneState(spec.name, spec.type)
+        self._plugin: Plugin | None = None
+        self._keep = _metric_filter(spec.include, spec.exclude)
+        self._rewind_to_confirmed()
+
+    # -- the lane's life -----------------------------------------------------------------------------------------
+
+    def follow(self, poke: threading.Event, closing: threading.Event, deadline: Callable[[], float]) -> None:
+        """Deliver what comes until `closing` is set and nothing is owed, or the deadline is over.
+
+        Args:
+            poke: set by the writer when waiting is pointless.
+            closing: set when no more records will come.
+            deadline: the monotonic time at which to stop trying, asked once `closing` is set.
+        """
+        backoff = 0.0
+        locked = False
+        try:
+            while True:
+                last_round = closing.is_set()
+                locked = locked or self._take_lock()
+                if not locked:
+                    backoff = _POLL_S  # another process delivers this lane
+                elif self.attempt():
+                    backoff = 0.0
+                    if last_round:
+                        return
+                elif last_round and self.spec.on_error == "drop":
+                    backoff = 0.0
+                else:
+                    backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _LONGEST_BACKOFF_S)
+                wait = backoff * random.uniform(0.5, 1.0) if backoff else _POLL_S
+                if closing.is_set():
+                    left = deadline() - time.monotonic()
+                    if left <= 0:
+                        return
+                    if not backoff:
+                        continue
+                    wait = min(wait, left, _LONGEST_BACKOFF_AT_END_S)
+                    time.sleep(wait)
+                elif poke.wait(wait) and not closing.is_set():
+                    poke.clear()
+        finally:
+            self._close_plugin()
+            self._lock.release()
+
+    def _take_lock(self) -> bool:
+        if not self._lock.acquire():
+            return False
+        self.state = LaneState.read(self._state_path) or self.state  # another process may have come further
+        self._rewind_to_confirmed()
+        return True
+
+    def attempt(self) -> bool:
+        """Deliver and confirm all that the journal holds now.
+
+        Returns:
+            Whether it worked; if not, the lane stands again at what was last confirmed.
+        """
+        try:
+            for group in self._groups():
+                self._hand_over(group)
+                if self.spec.on_error == "drop" or time.monotonic() - self._confirmed_at > _CONFIRM_EVERY_S:
+                    self._confirm()
+            if self._unconfirmed:
+                self._confirm()
+        except Rejected as refusal:
+            return self._set_aside(refusal)
+        except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
+            self._failed(error)
+            return False
+        return True
+
+    @property
+    def position(self) -> int:
+        """The seq of the last result that needs no delivery any more."""
+        return self.state.seq
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _rewind_to_confirmed(self) -> None:
+        """Stand where the state file says, and forget all that came after."""
+        self._cursor = dict(self.state.cursor)
+        self._context_at = self.state.context_at
+        self._context: dict[str, Any] | None = None
+        self._seq, self._delivered, self._ended = self.state.seq, self.state.delivered, self.state.ended
+        self._notes: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.state.notes))
+        self._unconfirmed = False
+        self._confirmed_at = time.monotonic()
+        self._group: _Group | None = None
+
+    def _groups(self) -> Iterator[_Group]:
+        for journal in (MAIN_JOURNAL, SYNC_JOURNAL):
+            reader = JournalReader(self._journals / journal, self._cursor.get(journal, 0))
+            results: list[ResultRecord] = []
+            behind_results = 0
+            for record in reader:
+                if isinstance(record, ResultRecord):
+                    results.append(record)
+                    behind_results = reader.offset
+                    if len(results) == BATCH:
+                        yield _Group(results, journal, behind_results)
+                        results = []
+                else:
+                    if results:
+                        yield _Group(results, journal, behind_results)
+                        results = []
+                    if isinstance(record, StartedRecord | ResumedRecord):
+                        self._context, self._context_at = record.context, self._cursor.get(journal, 0)
+                    yield _Group([record], journal, reader.offset)
+            if results:
+                yield _Group(results, journal, behind_results)
+
+    def _results(self, records: list[ResultRecord]) -> list[Result]:
+        if self._context is None:
+            self._context = _context_at(self._journals / MAIN_JOURNAL, self._context_at)
+        context, keep, aside = self._context, self._keep, set(self.state.rejected)
+        results = []
+        for record in records:
+            if record.seq in aside:
+                continue
+            metrics = keep(record.metrics) if keep else record.metrics
+            results.append(Result(record.seq, record.time, record.step, {**metrics, **context}))
+        return results
+
+    # -- handing over --------------------------------------------------------------------------------------------
+
+    def _hand_over(self, group: _Group) -> None:
+        self._group = group
+        plugin = self._started()
+        first: Record = group.records[0]
+        run, notes = self.run, self._notes
+        match first:
+            case ResultRecord():
+                results = self._results(group.records)
+                if results:
+                    plugin.call("log_results", run=run, results=results, notes=notes)
+                self._seq, self._delivered = group.records[-1].seq, self._delivered + len(results)
+            case ArtifactRecord():
+                path = Path(run.path) / "artifacts" / first.name
+                artifact = Artifact(first.name, str(path), first.size, first.time)
+                plugin.call("log_artifact", run=run, artifact=artifact, notes=notes)
+            case CheckpointRecord():
+                checkpoint = CheckpointInfo(first.index, first.iteration, first.url, first.metrics, first.size)
+                plugin.call("log_checkpoint", run=run, checkpoint=checkpoint, notes=notes)
+            case ResumedRecord():
+                if self._ended:
+                    plugin.call("log_start", run=run, notes=notes)
+                    self._ended = False
+                history = History(self._journals / MAIN_JOURNAL, group.offset, self._keep)
+                plugin.call("log_rewind", run=run, results=history, notes=notes)
+            case EndedRecord():
+                outcome = Outcome(first.status, first.error, first.time)
+                plugin.call("log_end", run=run, outcome=outcome, notes=notes)
+                self._ended = True
+            case StartedRecord():
+                pass
+        self._pass(group)
+
+    def _pass(self, group: _Group) -> None:
+        self._cursor[group.journal] = group.offset
+        self._unconfirmed = True
+
+    def _started(self) -> Plugin:
+        if self._plugin is None:
+            plugin = self.spec.build()
+            self._plugin = plugin
+            plugin.call("log_start", run=self.run, notes=self._notes)
+        return self._plugin
+
+    def _confirm(self) -> None:
+        """Have the tracker flush, then move the cursor and save the notes, in one step."""
+        if self._plugin is not None:
+            self._plugin.call("flush")
+        state = self.state
+        state.cursor = dict(self._cursor)
+        state.context_at, state.seq, state.delivered, state.ended = self._context_at, self._seq, self._delivered, self._ended
+        state.notes = dict(self._notes)
+        if state.failing_since is not None:
+            logger.warning("tracker %r works again: run %s is being caught up", self.spec.name, self.run.name)
+        state.error = state.failing_since = None
+        self._save()
+        self._unconfirmed = False
+        self._confirmed_at = time.monotonic()
+
+    def _save(self) -> None:
+        # Not durable on purpose: after a power cut an older state only means that more is delivered again
+        write_atomic(self._state_path, msgspec.json.format(msgspec.json.encode(self.state)), durable=False)
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> None:
+        group = self._group
+        self._close_plugin()
+        message = f"{type(error).__name__}: {error}"
+        if self.state.failing_since is None:
+            logger.warning(
+                "tracker %r failed for run %s: %s. %s", self.spec.name, self.run.name, message, _WHAT_NEXT[self.spec.on_error]
+            )
+            logger.debug("the traceback", exc_info=error)
+            self.state.failing_since = time.time()
+        self.state.error = message
+        self._rewind_to_confirmed()
+        if self.spec.on_error == "drop" and group is not None:
+            self._drop(group)
+        elif self.spec.on_error == "raise" and self._on_failure is not None:
+            self._on_failure(f"tracker {self.spec.name!r} failed: {message}")
+        try:
+            self._save()
+        except OSError as full:
+            logger.debug("cannot write %s: %s", self._state_path, full)
+
+    def _drop(self, group: _Group) -> None:
+        """Go past a batch that was refused once; `drop` confirms after each group, so nothing else is lost."""
+        state = self.state
+        last = group.records[-1]
+        if isinstance(last, ResultRecord):
+            state.dropped += len(group.records)
+            state.seq = last.seq
+        elif isinstance(last, StartedRecord | ResumedRecord):
+            state.context_at = state.cursor.get(group.journal, 0)
+        state.cursor = {**state.cursor, group.journal: group.offset}
+        self._rewind_to_confirmed()
+
+    def _set_aside(self, refusal: Rejected) -> bool:
+        """Put the rejected results into a file, and hand over the rest of the batch again."""
+        group = self._group
+        batch = {record.seq: record for record in group.records if isinstance(record, ResultRecord)} if group else {}
+        seqs = [seq for seq in refusal.seqs if seq in batch and seq not in self.state.rejected]
+        if not seqs:
+            self._failed(refusal)
+            return False
+        lines = [strict_json({"why": refusal.why, "result": Result(r.seq, r.time, r.step, r.metrics)}) for r in map(batch.__getitem__, seqs)]
+        with open(self._rejected_path, "ab") as file:
+            file.write(b"".join(line + b"\n" for line in lines))
+        logger.warning(
+            "tracker %r rejected %d results of run %s: %s. They are in %s",
+            self.spec.name, len(seqs), self.run.name, refusal.why, self._rejected_path,
+        )  # fmt: skip
+        self.state.rejected = [*self.state.rejected, *seqs]
+        self._close_plugin()
+        self._rewind_to_confirmed()
+        self._save()
+        return self.attempt()
+
+    def _close_plugin(self) -> None:
+        plugin, self._plugin = self._plugin, None
+        if plugin is not None:
+            try:
+                plugin.call("close")
+            except BaseException as error:
+                logger.warning("tracker %r failed to close: %s: %s", self.spec.name, type(error).__name__, error)
+
+
+_WHAT_NEXT = {
+    "spool": "Results are kept, and delivered when it works again",
+    "drop": "The batch is dropped",
+    "raise": "The run fails at its next result",
+}
+
+
+def _metric_filter(include: tuple[str, ...], exclude: tuple[str, ...]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """A function that leaves out the metrics that a tracker should not see; None if it sees all."""
+    if not include and not exclude:
+        return None
+    wanted = _any_of(include) if include else None
+    unwanted = _any_of(exclude) if exclude else None
+    known: dict[str, bool] = {}
+
+    def keeps(name: str) -> bool:
+        if name not in known:
+            known[name] = (wanted is None or bool(wanted(name))) and not (unwanted is not None and unwanted(name))
+        return known[name]
+
+    def keep(metrics: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        out = {}
+        for key, value in metrics.items():
+            if not prefix and key in AUTO_FILLED:
+                out[key] = value
+            elif isinstance(value, dict):
+                if inner := keep(value, f"{prefix}{key}/"):
+                    out[key] = inner
+            elif keeps(prefix + key):
+                out[key] = value
+        return out
+
+    return keep
+
+
+def _any_of(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    return re.compile("|".join(fnmatch.translate(glob) for glob in globs)).match
+
+
+def _context_at(journal: Path, offset: int) -> dict[str, Any]:
+    for record in JournalReader(journal, offset):
+        if isinstance(record, StartedRecord | ResumedRecord):
+            return record.context
+        break
+    return {}
+
+
+class History:
+    """The results of a run that still count, in order, read from the journal at each iteration.
+
+    Args:
+        journal: the main journal.
+        until: read up to this offset; None: to the end.
+        keep: a filter on the metrics.
+    """
+
+    def __init__(self, journal: Path, until: int | None = None, keep: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
+        self._journal = journal
+        self._until = until
+        self._keep = keep
+
+    def _records(self) -> Iterator[Record]:
+        reader = JournalReader(self._journal)
+        for record in reader:
+            if self._until is not None and reader.offset > self._until:
+                return
+            yield record
+
+    def __iter__(self) -> Iterator[Result]:
+        # Each resume supersedes what lies beyond its `keep`; so a result counts if no later resume is below its seq.
+        keeps = [record.keep for record in self._records() if isinstance(record, ResumedRecord)]
+        for i in range(len(keeps) - 2, -1, -1):
+            keeps[i] = min(keeps[i], keeps[i + 1])
+        bounds = iter(keeps)
+        bound = next(bounds, None)
+        context: dict[str, Any] = {}
+        for record in self._records():
+            if isinstance(record, ResultRecord):
+                if bound is None or record.seq <= bound:
+                    metrics = self._keep(record.metrics) if self._keep else record.metrics
+                    yield Result(record.seq, record.time, record.step, {**metrics, **context})
+            elif isinstance(record, StartedRecord | ResumedRecord):
+                context = record.context
+                if isinstance(record, ResumedRecord):
+                    bound = next(bounds, None)
+
+
+def surviving(journal: Path) -> list[Result]:
+    """The same as a list, in one pass over the journal."""
+    out: list[Result] = []
+    context: dict[str, Any] = {}
+    for record in JournalReader(journal):
+        if isinstance(record, ResultRecord):
+            out.append(Result(record.seq, record.time, record.step, {**record.metrics, **context}))
+        elif isinstance(record, StartedRecord | ResumedRecord):
+            context = record.context
+            if isinstance(record, ResumedRecord):
+                while out and out[-1].seq > record.keep:
+                    out.pop()
+    return out
+
+
+class Delivery:
+    """The lanes of one run, each in a thread of its own.
+
+    Args:
+        run: which run.
+        trackers: its trackers.
+    """
+
+    def __init__(self, run: RunInfo, trackers: list[TrackerSpec]) -> None:
+        self.failure: str | None = None
+        self._deadline = float("inf")
+        self._closing = threading.Event()
+        self._lanes: list[tuple[Lane, threading.Event, threading.Thread]] = []
+        for spec in trackers:
+            lane = Lane(run, spec, self._note_failure)
+            poke = threading.Event()
+            thread = threading.Thread(
+                target=lane.follow,
+                args=(poke, self._closing, lambda: self._deadline),
+                name=f"trainyard-{spec.name}",
+                daemon=True,  # a tracker that never returns must not keep the process alive
+            )
+            self._lanes.append((lane, poke, thread))
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes, in config order."""
+        return [lane for lane, _, _ in self._lanes]
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        for _, _, thread in self._lanes:
+            thread.start()
+
+    def drain(self, seconds: float) -> None:
+        """Deliver what is left, for so many seconds at most, and close the trackers."""
+        self._deadline = time.monotonic() + seconds
+        self._closing.set()
+        for _, poke, _ in self._lanes:
+            poke.set()
+        for lane, _, thread in self._lanes:
+            thread.join(max(0.0, self._deadline - time.monotonic()) + 0.5)
+            if thread.is_alive():
+                logger.warning("tracker %r does not return; what it is owed stays in the journal", lane.spec.name)
+
+    def _note_failure(self, message: str) -> None:
+        self.failure = message

@@ -1,0 +1,93 @@
+"""A lock between processes that the kernel frees when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import os
+import platform
+import weakref
+from pathlib import Path
+
+__all__ = ["FileLock"]
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    # a forked data loader that outlives its trainer must not keep the trainer's lock
+    for lock in _held:
+        lock._close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class FileLock:
+    """An exclusive lock on a file, which says who holds it.
+
+    Args:
+        path: the lock file; it stays behind, empty of meaning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+
+    def acquire(self) -> bool:
+        """Take the lock without waiting. Returns whether we have it."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _try_lock(fd):
+            os.close(fd)
+            return False
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{platform.node()} {os.getpid()}\n".encode())
+        self._fd = fd
+        _held.add(self)
+        return True
+
+    def release(self) -> None:
+        """Give it back; nothing happens if we do not have it."""
+        self._close()
+        _held.discard(self)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds it at this moment."""
+        try:
+            fd = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return True
+        try:
+            return _try_lock(fd)
+        finally:
+            os.close(fd)
+
+    def holder(self) -> str:
+        """Who took it last: ``host HOST, pid PID``."""
+        try:
+            host, pid = self.path.read_text().split()
+        except (OSError, ValueError):
+            return "an unknown process"
+        return f"host {host}, pid {pid}"
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the text, which others may read
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+            os.lseek(fd, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

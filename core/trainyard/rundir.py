@@ -1,0 +1,390 @@
+"""A run directory: its layout, its identity, how to find one, and what can be read from it afterwards."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trainyard.checkpoint import Checkpoint, local_path
+from trainyard.delivery import MAIN_JOURNAL, SYNC_JOURNAL, LaneState, surviving
+from trainyard.errors import ConfigError, RunLocked, TrainyardError, unknown
+from trainyard.files import write_atomic
+from trainyard.journal import EndedRecord, JournalReader, ResultRecord, ResumedRecord, StartedRecord
+from trainyard.locks import FileLock
+from trainyard.records import Result, RunInfo, Status
+from trainyard.storage import RunCheckpoints
+from trainyard.values import flatten, strict_json
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["RunDirectory", "RunRecord", "RunResult", "find_run", "list_runs", "open_run"]
+
+logger = logging.getLogger("trainyard")
+
+NAME_LIMIT = 60
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10))}
+
+
+class GitState(msgspec.Struct):
+    """The commit that the working directory is at, and whether tracked files differ from it."""
+
+    commit: str
+    dirty: bool
+
+
+class RunRecord(msgspec.Struct):
+    """``run.json``: the identity of a run.
+
+    Attributes:
+        id, name, experiment: as in :class:`trainyard.records.RunInfo`.
+        trainable: ``module:name`` or ``path.py:name``.
+        config: redacted, ``${env:NAME}`` unresolved.
+        tags: free words of the user.
+        settings: the rest of the run's configuration (stop, trackers, checkpoint ...), redacted: what a resume needs.
+        created: seconds since the epoch.
+        host, python, trainyard: where it was made.
+        git: None outside of a repository.
+        status: as it was last written; a run that was killed still says ``running`` here.
+    """
+
+    id: str
+    name: str
+    experiment: str
+    trainable: str
+    config: dict[str, Any]
+    created: float
+    tags: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    host: str = msgspec.field(default_factory=platform.node)
+    python: str = msgspec.field(default_factory=platform.python_version)
+    trainyard: str = ""
+    git: GitState | None = None
+    status: Status = "running"
+
+
+@functools.cache
+def git_state() -> GitState | None:
+    """The repository of the working directory; asked once a process, at most 5 s."""
+    try:
+        ask = functools.partial(subprocess.run, capture_output=True, text=True, timeout=5, check=True, stdin=subprocess.DEVNULL)
+        commit = ask(["git", "rev-parse", "HEAD"]).stdout.strip()
+        changed = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return GitState(commit, bool(changed))
+
+
+def safe_name(text: str) -> str:
+    """A name that every filesystem takes."""
+    name = _UNSAFE.sub("-", text).strip("-.") or "run"
+    return f"{name}-" if name.lower() in _RESERVED else name
+
+
+def check_name(name: str, where: str) -> str:
+    """Refuse a name that cannot be a directory's on every filesystem.
+
+    Raises:
+        ConfigError: naming the place and a name that would do.
+    """
+    if name != safe_name(name) or len(name) > NAME_LIMIT:
+        raise ConfigError(
+            f"{where}: {name!r} cannot be the name of a directory on every filesystem: use at most {NAME_LIMIT} letters, "
+            f"digits, '.', '_' and '-', as in {safe_name(name)[:NAME_LIMIT]!r}"
+        )
+    return name
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Args:
+        path: ``<storage>/<experiment>/<name>``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.json = path / "run.json"
+        self.journal = path / "journal" / MAIN_JOURNAL
+        self.sync_journal = path / "journal" / SYNC_JOURNAL
+        self.delivery = path / "delivery"
+        self.checkpoints = path / "checkpoints"
+        self.artifacts = path / "artifacts"
+        self.error = path / "error.txt"
+        self.lock = FileLock(path / ".lock")
+
+    def create(self) -> None:
+        """Make the directory.
+
+        Raises:
+            ConfigError: that is not possible there.
+        """
+        try:
+            for folder in (self.path, self.journal.parent, self.delivery):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(13, "Permission denied", str(self.path))
+        except OSError as error:
+            raise ConfigError(
+                f"storage: cannot write to {error.filename}: {error.strerror}; name another place with --set storage=DIR "
+                "or storage=..."
+            ) from error
+
+    def take_lock(self) -> None:
+        """Become the one process that writes to this run.
+
+        Raises:
+            RunLocked: a live process does.
+        """
+        if not self.lock.acquire():
+            raise RunLocked(f"run {self.path.name} is being written to by {self.lock.holder()} ({self.path}): wait for it, or stop it")
+
+    def read(self) -> RunRecord:
+        """What ``run.json`` says.
+
+        Raises:
+            ConfigError: this is no run directory, or its ``run.json`` is damaged.
+        """
+        try:
+            return msgspec.json.decode(self.json.read_bytes(), type=RunRecord)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{self.path} is not a run directory: it has no run.json") from None
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.json} is damaged: {error}") from error
+
+    def write(self, record: RunRecord) -> None:
+        """Replace ``run.json``."""
+        write_atomic(self.json, msgspec.json.format(strict_json(msgspec.to_builtins(record))) + b"\n")
+
+    def status(self, record: RunRecord) -> Status:
+        """How the run stands now: what its journal says last, and whether its process is alive."""
+        if record.status != "running":
+            return record.status
+        if not self.lock.free:
+            return "running"
+        return last_outcome(self.path)[0] or "killed"
+
+
+def last_outcome(path: Path) -> tuple[Status | None, str | None]:
+    """The status and error of the last ``ended`` record that nothing follows; ``(None, None)`` without one."""
+    directory = RunDirectory(path)
+    last: Any = None
+    for journal in (directory.journal, directory.sync_journal):
+        for record in JournalReader(journal):
+            if isinstance(record, EndedRecord):
+                last = record if last is None or record.time >= last.time else last
+            elif isinstance(record, StartedRecord | ResumedRecord | ResultRecord):
+                last = record
+    return (last.status, last.error) if isinstance(last, EndedRecord) else (None, None)
+
+
+class RunResult:
+    """What is known of a run: after ``run()``, or of any run directory by ``open_run()``.
+
+    Args:
+        path: the run's directory.
+        error: the exception that ended it, where it happened in this process.
+
+    Attributes:
+        id, name, experiment: which run.
+        path: its directory, as a string.
+        config: redacted.
+        status: one of ``running``, ``completed``, ``failed``, ``interrupted``, ``preempted``, ``killed``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], error: BaseException | None = None) -> None:
+        self._directory = RunDirectory(Path(os.path.abspath(path)))
+        self.record = self._directory.read()
+        self.path = str(self._directory.path)
+        self.id, self.name, self.experiment = self.record.id, self.record.name, self.record.experiment
+        self.config = self.record.config
+        self.status: Status = self._directory.status(self.record)
+        self._error = error
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the run, or None; a run of another process has a :class:`TrainyardError` with the same words."""
+        if self._error is None and self.status == "failed":
+            return TrainyardError(last_outcome(Path(self.path))[1] or "unknown")
+        return self._error
+
+    def raise_if_failed(self) -> None:
+        """Raise the exception that ended the run, if one did."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last result, auto-filled keys included; empty if there is none."""
+        last: ResultRecord | None = None
+        context: dict[str, Any] = {}
+        for record in JournalReader(self._directory.journal):
+            if isinstance(record, ResultRecord):
+                last = record
+            elif isinstance(record, StartedRecord | ResumedRecord):
+                context = record.context
+                if isinstance(record, ResumedRecord) and last is not None and last.seq > record.keep:
+                    last = None
+        if last is None:  # none at all, or the last ones are superseded and an earlier one counts
+            results = self.history()
+            return results[-1].metrics if results else {}
+        return {**last.metrics, **context}
+
+    def history(self) -> list[Result]:
+        """All results that count, in order; those that a resume superseded are left out."""
+        return surviving(self._directory.journal)
+
+    def dataframe(self) -> pandas.DataFrame:
+        """The history as a table: a row a result, a column a metric, nested names joined with ``/``.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a table of results needs pandas: pip install 'trainyard[pandas]'") from None
+        return pandas.DataFrame(_columns(self._directory.journal))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that are committed, by index."""
+        return self._saved.all()
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest one, or None."""
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    def best_checkpoint(self, metric: str, mode: str = "max") -> Checkpoint | None:
+        """The kept checkpoint that was saved with the best value of a metric.
+
+        Args:
+            metric: its name, nested names joined with ``/``.
+            mode: ``max`` or ``min``.
+        """
+        if mode not in ("max", "min"):
+            raise ConfigError(f"mode is 'max' or 'min', not {mode!r}")
+        return self._saved.best(metric, mode)
+
+    @property
+    def _saved(self) -> RunCheckpoints:
+        return RunCheckpoints(self._directory.checkpoints, self.id)
+
+    def lanes(self) -> list[LaneState]:
+        """How far each tracker has been delivered to."""
+        found = [LaneState.read(path) for path in sorted(self._directory.delivery.glob("*.json"))]
+        return [state for state in found if state is not None]
+
+    def info(self) -> RunInfo:
+        """The run as hooks see it."""
+        record = self.record
+        return RunInfo(record.id, record.name, record.experiment, self.path, record.config, record.tags)
+
+    def __repr__(self) -> str:
+        return f"RunResult({self.name!r}, {self.status}, path={self.path!r})"
+
+
+def _columns(journal: Path) -> dict[str, Any]:
+    """The surviving results as columns. Rows of one shape, the usual case, are transposed without looking at each value."""
+    rows: list[ResultRecord] = []
+    contexts: list[dict[str, Any]] = []
+    context: dict[str, Any] = {}
+    for record in JournalReader(journal):
+        if isinstance(record, ResultRecord):
+            rows.append(record)
+            contexts.append(context)
+        elif isinstance(record, StartedRecord | ResumedRecord):
+            config = {f"config/{name}": value for name, value in flatten(record.context.get("config", {}))}
+            context = {**{name: value for name, value in record.context.items() if name != "config"}, **config}
+            if isinstance(record, ResumedRecord):
+                while rows and rows[-1].seq > record.keep:
+                    rows.pop()
+                    contexts.pop()
+    flat = [row.metrics if dict not in set(map(type, row.metrics.values())) else dict(flatten(row.metrics)) for row in rows]
+    columns: dict[str, Any] = {"seq": [row.seq for row in rows], "step": [row.step for row in rows], "time": [row.time for row in rows]}
+    for table in (flat, contexts):
+        if not table:
+            continue
+        first = table[0].keys()
+        if len(first) > 1 and all(row is table[0] or row.keys() == first for row in table):
+            names = list(first)
+            columns.update(zip(names, map(list, zip(*map(itemgetter(*names), table), strict=True)), strict=True))
+        else:
+            for name in dict.fromkeys(name for row in table for name in row):
+                columns[name] = [row.get(name) for row in table]
+    return columns
+
+
+def list_runs(storage: Path, experiment: str | None = None) -> Iterator[RunResult]:
+    """The runs below a storage root, the newest first.
+
+    Args:
+        storage: the root.
+        experiment: only of this one.
+    """
+    found = []
+    for path in storage.glob(f"{experiment or '*'}/*/run.json"):
+        try:
+            found.append(RunResult(path.parent))
+        except ConfigError as error:
+            logger.warning("%s", error)
+    yield from sorted(found, key=lambda run: run.record.created, reverse=True)
+
+
+def find_run(name: str, storage: Path) -> RunResult:
+    """The run that a directory, an id, the beginning of an id, or a name means.
+
+    Args:
+        name: any of these.
+        storage: where to look for ids and names.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if (Path(name) / "run.json").is_file():
+        return RunResult(name)
+    runs = list(list_runs(storage))
+    found = [run for run in runs if name in (run.id, run.name)] or [run for run in runs if run.id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{name!r} means {len(found)} runs: {', '.join(run.path for run in found[:5])}; name one by its directory")
+    known = [run.name for run in runs]
+    raise ConfigError(f"{unknown('run', name, known[:20], label=f'runs in {storage}')}; list them with: trainyard runs")
+
+
+def open_run(place: str | os.PathLike[str], storage: str | os.PathLike[str] | None = None) -> RunResult:
+    """Open a run to read it.
+
+    Args:
+        place: its directory, URL, id, the beginning of its id, or its name.
+        storage: where to look for ids and names; default ``TRAINYARD_STORAGE``, else ``./runs``.
+
+    Raises:
+        ConfigError: there is no such run, or several.
+    """
+    text = os.fspath(place)
+    if text.startswith("file://"):
+        text = str(local_path(text))
+    return find_run(text, Path(storage or os.environ.get("TRAINYARD_STORAGE") or "./runs"))
+
+
+def new_record(*, id: str, name: str, experiment: str, trainable: str, config: Mapping[str, Any], **rest: Any) -> RunRecord:
+    """The identity of a run that begins now."""
+    from trainyard import __version__
+
+    return RunRecord(id, name, experiment, trainable, dict(config), time.time(), trainyard=__version__, **rest)

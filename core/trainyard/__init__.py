@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from trainyard.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from trainyard.active_run import Run as Run
+    from trainyard.active_run import get_run as get_run
     from trainyard.checkpoint import Checkpoint as Checkpoint
     from trainyard.errors import CheckpointCorrupt as CheckpointCorrupt
     from trainyard.errors import CheckpointError as CheckpointError
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from trainyard.records import Result as Result
     from trainyard.records import RunInfo as RunInfo
     from trainyard.resources import Resources as Resources
-    from trainyard.active_run import Run as Run
-    from trainyard.active_run import get_run as get_run
     from trainyard.rundir import RunResult as RunResult
     from trainyard.rundir import open_run as open_run
     from trainyard.storage import Entry as Entry

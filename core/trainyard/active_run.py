@@ -22,7 +22,6 @@ from trainyard.checkpoint import Checkpoint, Staging
 from trainyard.config import open_storage, parse_config, tracker_specs
 from trainyard.delivery import Delivery, TrackerSpec
 from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError
-from trainyard.files import write_atomic
 from trainyard.journal import (
     ArtifactRecord,
     CheckpointRecord,
@@ -36,9 +35,18 @@ from trainyard.journal import (
 from trainyard.plugins import Plugin
 from trainyard.records import Result, RunInfo, Status
 from trainyard.redaction import redact
-from trainyard.results import Counters, context
 from trainyard.resources import Resources
-from trainyard.rundir import NAME_LIMIT, RunDirectory, RunRecord, RunResult, check_name, git_state, new_record, safe_name
+from trainyard.results import Counters, context
+from trainyard.rundir import (
+    NAME_LIMIT,
+    RunDirectory,
+    RunRecord,
+    RunResult,
+    check_name,
+    git_state,
+    new_record,
+    safe_name,
+)
 from trainyard.storage import CheckpointPolicy, RunCheckpoints
 from trainyard.values import explain, recordable
 
@@ -109,7 +117,9 @@ class Run:
             self.record.config, self.record.status = written, "running"
             directory.write(self.record)
             path = str(directory.path)
-            self.info = RunInfo(self.record.id, self.record.name, self.record.experiment, path, written, self.record.tags)
+            self.info = RunInfo(
+                self.record.id, self.record.name, self.record.experiment, path, written, self.record.tags
+            )
 
             self.checkpoints = RunCheckpoints(directory.checkpoints, self.id, policy)
             self.checkpoints.collect_garbage()
@@ -132,7 +142,9 @@ class Run:
             self._journal = JournalWriter(directory.journal)
             self._written_context = {**self._context, "config": written}
             if resumed:
-                self._journal.append(ResumedRecord(seq=self.seq, time=time.time(), keep=self.head, context=self._written_context))
+                self._journal.append(
+                    ResumedRecord(seq=self.seq, time=time.time(), keep=self.head, context=self._written_context)
+                )
             else:
                 self._journal.append(StartedRecord(seq=0, time=time.time(), context=self._written_context))
             self.delivery = Delivery(self.info, list(trackers))
@@ -264,7 +276,10 @@ class Run:
         source = Path(path)
         name = name or source.resolve().name
         target = self._directory.artifacts / name
-        if not target.resolve().is_relative_to(self._directory.artifacts.resolve()) or target == self._directory.artifacts:
+        if (
+            not target.resolve().is_relative_to(self._directory.artifacts.resolve())
+            or target == self._directory.artifacts
+        ):
             raise ConfigError(f"artifact {name!r}: the name leads out of the run's directory")
         if not source.exists():
             raise ConfigError(f"artifact {source}: there is no such file")
@@ -281,7 +296,11 @@ class Run:
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(staged) if staged.is_dir() else staged.unlink()
-        size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) if target.is_dir() else target.stat().st_size
+        size = (
+            sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+            if target.is_dir()
+            else target.stat().st_size
+        )
         with self._lock:
             self._journal.append(ArtifactRecord(seq=self.seq, time=time.time(), name=Path(name).as_posix(), size=size))
 
@@ -358,7 +377,9 @@ class Run:
                 keep = manifest.journal_seq if manifest else 0
                 if keep < self.head:
                     self.head = keep
-                    self._journal.append(ResumedRecord(seq=self.seq, time=time.time(), keep=keep, context=self._written_context))
+                    self._journal.append(
+                        ResumedRecord(seq=self.seq, time=time.time(), keep=keep, context=self._written_context)
+                    )
             self.counters = manifest.counters.restored() if manifest else Counters()
             self.last_result = {**manifest.metrics, **self._context} if manifest and manifest.metrics else {}
 
@@ -513,14 +534,18 @@ def new_run_directory(root: Path, experiment: str, trainable: str, name: str | N
     return RunDirectory(path if not path.exists() else root / experiment / f"{name[: NAME_LIMIT - 5]}_{run_id[:4]}")
 
 
-def new_run(root: Path, experiment: str, trainable: str, name: str | None, written_config: Mapping[str, Any], **settings: Any) -> tuple[RunDirectory, RunRecord]:
+def new_run(
+    root: Path, experiment: str, trainable: str, name: str | None, written_config: Mapping[str, Any], **settings: Any
+) -> tuple[RunDirectory, RunRecord]:
     """The directory and identity of a new run.
 
     Returns:
         Both, for :class:`Run`; nothing is written yet.
     """
     run_id = secrets.token_hex(5)
-    directory = new_run_directory(root, check_name(experiment, "experiment"), trainable.rpartition(":")[2], name, run_id)
+    directory = new_run_directory(
+        root, check_name(experiment, "experiment"), trainable.rpartition(":")[2], name, run_id
+    )
     record = new_record(
         id=run_id,
         name=directory.path.name,
@@ -545,7 +570,9 @@ def open_new_run(
 ) -> Run:
     """A new run for code that has its own loop; what is None comes from the environment, then from the defaults."""
     given = {"storage": storage, "trackers": trackers, "experiment": experiment, "name": name, "tags": tags}
-    settings = parse_config({"trainable": trainable, **{key: value for key, value in given.items() if value is not None}})
+    settings = parse_config(
+        {"trainable": trainable, **{key: value for key, value in given.items() if value is not None}}
+    )
     specs = tracker_specs(settings.trackers)
     root = open_storage(settings.storage).path(settings.experiment).parent
     directory, record = new_run(root, settings.experiment, trainable, settings.name, written_config)

@@ -26,6 +26,7 @@ from trainyard.files import HashingWriter, hash_bytes, hash_file, sync_directory
 from trainyard.results import Counters
 from trainyard.state import TREE_NAME, load_state, save_state
 from trainyard.values import flatten, parse_nonfinite, strict_json
+from trainyard.version import __version__
 
 __all__ = ["MANIFEST_NAME", "Checkpoint", "FileEntry", "Manifest", "Staging", "local_path"]
 
@@ -408,8 +409,6 @@ class Staging:
             files = list(pool.map(self._seal, names))
         for folder in sorted({(self.path / name).parent for name in names} - {self.path}):
             sync_directory(folder)
-        from trainyard import __version__
-
         manifest = Manifest(
             run_id=run_id,
             index=index,
@@ -497,7 +496,6 @@ def score(metrics: dict[str, Any], metric: str | None, mode: str) -> float:
     value = metrics.get(metric)
     if value is None:
         value = dict(flatten(metrics)).get(metric)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return -math.inf
     return float(value) if mode == "max" else -float(value)
-

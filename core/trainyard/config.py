@@ -191,7 +191,9 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
         if isinstance(data.get(key), Mapping):
             _check_keys(data[key], kind, key, place)
     if "trainable" not in data:
-        raise ConfigError(f"{place('')}: the key 'trainable' is missing: name one as module:name or path.py:name".lstrip(": "))
+        raise ConfigError(
+            f"{place('')}: the key 'trainable' is missing: name one as module:name or path.py:name".lstrip(": ")
+        )
     values = {**_from_environment(), **{key: value for key, value in data.items() if value is not None}}
     for key in ("storage",):
         if isinstance(values.get(key), os.PathLike):
@@ -220,7 +222,9 @@ def _check_keys(data: Mapping[str, Any], kind: type, path: str, place: Callable[
 def _check_values(config: RunConfig, place: Callable[[str], str]) -> None:
     policy = config.checkpoint
     if policy.keep is not None and policy.keep < 1:
-        raise ConfigError(f"{place('checkpoint.keep')}: keep at least 1 checkpoint, not {policy.keep}; leave it out to keep all")
+        raise ConfigError(
+            f"{place('checkpoint.keep')}: keep at least 1 checkpoint, not {policy.keep}; leave it out to keep all"
+        )
     if policy.every < 0:
         raise ConfigError(f"{place('checkpoint.every')}: a number of iterations, 0 or more, not {policy.every}")
     if config.executor != "inline":
@@ -306,15 +310,21 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
     specs: list[TrackerSpec] = []
     for name, given in _named_trackers(trackers, place):
         if any(spec.name == name for spec in specs):
-            raise ConfigError(f"{place('trackers')}: two trackers are named {name!r}: name one of them otherwise and give its 'type'")
+            raise ConfigError(
+                f"{place('trackers')}: two trackers are named {name!r}: name one of them otherwise and give its 'type'"
+            )
         where = place(f"trackers.{name}")
         if isinstance(given, Mapping):
             specs.append(_named_spec(name, given, where))
         else:
             plugin = plugins.hold(name, given)
-            specs.append(TrackerSpec(name, type(given).__name__, lambda plugin=plugin: plugin))
+            specs.append(TrackerSpec(name, type(given).__name__, functools.partial(_same, plugin)))
             _check_is_tracker(plugin, where)
     return specs
+
+
+def _same(plugin: plugins.Plugin) -> plugins.Plugin:
+    return plugin
 
 
 def _named_trackers(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[str, Any]]:
@@ -335,11 +345,19 @@ def _named_trackers(trackers: Any, place: Callable[[str], str]) -> Iterable[tupl
                     taken.append(plain)
                 items.append((name, entry))
     else:
-        raise ConfigError(f"{place('trackers')}: expected a mapping of names to options, or a list of names, not {_what(trackers)}")
+        raise ConfigError(
+            f"{place('trackers')}: expected a mapping of names to options, or a list of names, not {_what(trackers)}"
+        )
     for name, options in items:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ConfigError(f"{place('trackers')}: {name!r} is no name for a tracker: use letters, digits, '.', '_' and '-'")
-        if options is not None and not isinstance(options, Mapping) and (isinstance(trackers, Mapping) or isinstance(options, str | int | float | list)):
+            raise ConfigError(
+                f"{place('trackers')}: {name!r} is no name for a tracker: use letters, digits, '.', '_' and '-'"
+            )
+        if (
+            options is not None
+            and not isinstance(options, Mapping)
+            and (isinstance(trackers, Mapping) or isinstance(options, str | int | float | list))
+        ):
             raise ConfigError(f"{place(f'trackers.{name}')}: expected a mapping of options, not {_what(options)}")
         yield name, {} if options is None else options
 
@@ -418,7 +436,9 @@ def load_trainable(spec: str, beside: str | None = None, place: str = "trainable
             found = getattr(found, part)
         except AttributeError:
             candidates = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{place}: {unknown('trainable', name, candidates, label=f'{module_name} has')}") from None
+            raise ConfigError(
+                f"{place}: {unknown('trainable', name, candidates, label=f'{module_name} has')}"
+            ) from None
     return found
 
 
@@ -434,7 +454,8 @@ def _load_file(path: str, beside: str | None, place: str) -> Any:
         return loaded
     name = file.stem if loaded is None else f"{file.stem}_{abs(hash(str(file))):x}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that its classes can be pickled
     if str(file.parent) not in sys.path:

@@ -49,7 +49,7 @@ class Tee(io.TextIOBase):
         self.flush()
 
     @property
-    def closed(self) -> bool:  # type: ignore[override]
+    def closed(self) -> bool:
         """Whether the first is closed."""
         return self._stream.closed
 

@@ -318,7 +318,12 @@ class Lane:
             self._plugin.call("flush")
         state = self.state
         state.cursor = dict(self._cursor)
-        state.context_at, state.seq, state.delivered, state.ended = self._context_at, self._seq, self._delivered, self._ended
+        state.context_at, state.seq, state.delivered, state.ended = (
+            self._context_at,
+            self._seq,
+            self._delivered,
+            self._ended,
+        )
         state.notes = dict(self._notes)
         if state.failing_since is not None:
             logger.warning("tracker %r works again: run %s is being caught up", self.spec.name, self.run.name)
@@ -339,7 +344,11 @@ class Lane:
         message = f"{type(error).__name__}: {error}"
         if self.state.failing_since is None:
             logger.warning(
-                "tracker %r failed for run %s: %s. %s", self.spec.name, self.run.name, message, _WHAT_NEXT[self.spec.on_error]
+                "tracker %r failed for run %s: %s. %s",
+                self.spec.name,
+                self.run.name,
+                message,
+                _WHAT_NEXT[self.spec.on_error],
             )
             logger.debug("the traceback", exc_info=error)
             self.state.failing_since = time.time()
@@ -374,7 +383,10 @@ class Lane:
         if not seqs:
             self._failed(refusal)
             return False
-        lines = [strict_json({"why": refusal.why, "result": Result(r.seq, r.time, r.step, r.metrics)}) for r in map(batch.__getitem__, seqs)]
+        lines = [
+            strict_json({"why": refusal.why, "result": Result(r.seq, r.time, r.step, r.metrics)})
+            for r in map(batch.__getitem__, seqs)
+        ]
         with open(self._rejected_path, "ab") as file:
             file.write(b"".join(line + b"\n" for line in lines))
         logger.warning(
@@ -403,7 +415,9 @@ _WHAT_NEXT = {
 }
 
 
-def _metric_filter(include: tuple[str, ...], exclude: tuple[str, ...]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def _metric_filter(
+    include: tuple[str, ...], exclude: tuple[str, ...]
+) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """A function that leaves out the metrics that a tracker should not see; None if it sees all."""
     if not include and not exclude:
         return None
@@ -452,7 +466,9 @@ class History:
         keep: a filter on the metrics.
     """
 
-    def __init__(self, journal: Path, until: int | None = None, keep: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, journal: Path, until: int | None = None, keep: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> None:
         self._journal = journal
         self._until = until
         self._keep = keep

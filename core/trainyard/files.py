@@ -40,7 +40,9 @@ def hash_file(path: Path) -> tuple[int, str]:
     with open(path, "rb", buffering=0) as file:
         total = os.fstat(file.fileno()).st_size
         while True:
-            if hasattr(os, "posix_fadvise") and size < total:  # have the next chunks on their way while this one is hashed
+            if (
+                hasattr(os, "posix_fadvise") and size < total
+            ):  # have the next chunks on their way while this one is hashed
                 os.posix_fadvise(file.fileno(), size + CHUNK, 4 * CHUNK, os.POSIX_FADV_WILLNEED)
             count = file.readinto(view)
             if not count:

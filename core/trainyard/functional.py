@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import inspect
 import logging
 import queue
@@ -18,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainyard.checkpoint import Checkpoint
-from trainyard.errors import CheckpointError, ConfigError, MetricError
-from trainyard.results import DUPLICATE
 from trainyard.active_run import CheckpointSource, Run, get_run
+from trainyard.checkpoint import Checkpoint
+from trainyard.errors import CheckpointError, MetricError
+from trainyard.results import DUPLICATE
+from trainyard.signatures import check_signature, takes_reporter
 from trainyard.trainable import Trainable
 
 __all__ = ["get_checkpoint", "report", "wrap_function"]
@@ -76,7 +76,9 @@ class Reporter:
             _reporter.reset(token)
 
 
-def record(run: Run, metrics: Mapping[str, Any], checkpoint: CheckpointSource | None, duration: float) -> dict[str, Any]:
+def record(
+    run: Run, metrics: Mapping[str, Any], checkpoint: CheckpointSource | None, duration: float
+) -> dict[str, Any]:
     """Record one report of a function, and save its checkpoint, before it goes on."""
     if not isinstance(metrics, Mapping):
         raise MetricError(f"report() takes a dict of metrics, not a {type(metrics).__name__}: {metrics!r}")
@@ -111,7 +113,9 @@ def report(metrics: Mapping[str, Any], *, checkpoint: CheckpointSource | None = 
         if checkpoint is not None:
             run.save_checkpoint(checkpoint)
         return
-    _warn_once("report", "report() was called outside of a run: nothing is recorded. Run the function by trainyard.run(...)")
+    _warn_once(
+        "report", "report() was called outside of a run: nothing is recorded. Run the function by trainyard.run(...)"
+    )
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -145,7 +149,7 @@ def call(function: Callable[..., Any], config: dict[str, Any], reporter: Reporte
         Exception: whatever it raises.
     """
     arguments: list[Any] = [config]
-    if _takes_reporter(function):
+    if takes_reporter(function):
         arguments.append(_old_style(reporter))
     output = function(*arguments)
     if inspect.isgenerator(output):
@@ -171,7 +175,9 @@ def _report_output(reporter: Reporter, output: Any) -> None:
         if output:
             reporter.report(output, None)
     elif output is not None:
-        raise MetricError(f"a training function returns or yields a dict, a number or None, not a {type(output).__name__}")
+        raise MetricError(
+            f"a training function returns or yields a dict, a number or None, not a {type(output).__name__}"
+        )
 
 
 def _old_style(reporter: Reporter) -> Callable[..., None]:
@@ -181,40 +187,6 @@ def _old_style(reporter: Reporter) -> Callable[..., None]:
         reporter.report({**(metrics or {}), **named}, None)
 
     return call_reporter
-
-
-def _takes_reporter(function: Callable[..., Any]) -> bool:
-    parameter = inspect.signature(function).parameters.get("reporter")
-    return parameter is not None and parameter.default is parameter.empty
-
-
-def check_signature(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a training function that can be called as one.
-
-    Raises:
-        ConfigError: it does not take ``(config)`` or ``(config, reporter)``.
-    """
-    name = getattr(function, "__name__", repr(function))
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} is no training function: it has no signature") from None
-    try:
-        signature.bind(*[{}, None] if _takes_reporter(function) else [{}])
-    except TypeError as error:
-        raise ConfigError(
-            f"{name}{signature} is no training function, {error}: it takes (config) or (config, reporter); "
-            "give it further arguments by with_parameters()"
-        ) from None
-    return function
-
-
-def parameters_bound(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with keyword arguments given, its name kept, as a new object."""
-    bound = functools.partial(function, **parameters)
-    functools.update_wrapper(bound, function)
-    del bound.__wrapped__  # type: ignore[attr-defined]  # or its signature would still ask for them
-    return bound
 
 
 class _Ended:
@@ -233,7 +205,9 @@ class _SteppedReporter(Reporter):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, lambda: False)
-        self.items: queue.SimpleQueue[tuple[Mapping[str, Any], CheckpointSource | None, float] | _Ended] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[tuple[Mapping[str, Any], CheckpointSource | None, float] | _Ended] = (
+            queue.SimpleQueue()
+        )
         self.go_on = threading.Semaphore(0)
         self.stopping = False
 
@@ -313,7 +287,9 @@ class FunctionTrainable(Trainable):
             CheckpointError: it has reported none.
         """
         if self._saved is None:
-            raise CheckpointError(f"the function {type(self).__name__} has reported no checkpoint: report(metrics, checkpoint=...) saves one")
+            raise CheckpointError(
+                f"the function {type(self).__name__} has reported no checkpoint: report(metrics, checkpoint=...) saves one"
+            )
         return self._saved if checkpoint_dir is None else Checkpoint(self._saved.to_directory(checkpoint_dir))
 
     def restore(self, checkpoint: Any, *, allow_pickle: bool = False) -> None:
@@ -340,7 +316,9 @@ class FunctionTrainable(Trainable):
             self._reporter.go_on.release()
             thread.join(_UNWIND_S)
             if thread.is_alive():
-                logger.warning("the function %s goes on after it was told to stop: it is in a long step", type(self).__name__)
+                logger.warning(
+                    "the function %s goes on after it was told to stop: it is in a long step", type(self).__name__
+                )
                 return False
         self._thread, self._ended = None, False
         return True
@@ -360,7 +338,11 @@ def wrap_function(function: Callable[..., Any]) -> type[Trainable]:
     """
     check_signature(function)
     name = getattr(function, "__name__", type(function).__name__)
-    members: dict[str, Any] = {"_function": staticmethod(function), "__module__": function.__module__, "__doc__": function.__doc__}
+    members: dict[str, Any] = {
+        "_function": staticmethod(function),
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+    }
     request = getattr(function, "default_resource_request", None)
     if request is not None:
         members["default_resource_request"] = classmethod(lambda cls, config: request(config))

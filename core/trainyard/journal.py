@@ -359,7 +359,7 @@ class JournalReader:
     def _damaged(fd: int, data: bytes, start: int) -> bool:
         """Whether the frame at `start` cannot be a whole one that merely is larger than what was read."""
         length = _unpack(data, 0)[0]
-        return length > FRAME_LIMIT or start + 8 + length > os.fstat(fd).st_size or 8 + length <= len(data)
+        return bool(length > FRAME_LIMIT or start + 8 + length > os.fstat(fd).st_size or 8 + length <= len(data))
 
     def _next_whole_frame(self, fd: int, start: int) -> int | None:
         """The offset of the first whole frame behind damage, or None: what lies at `start` is the unfinished end."""
@@ -370,7 +370,12 @@ class JournalReader:
             length, crc = _unpack(data, position)
             end = position + 8 + length
             # a payload is a msgpack map: cheap to tell, and it spares nearly every checksum
-            if 0 < length and end <= size and data[position + 8] & 0xF0 == 0x80 and zlib.crc32(view[position + 8 : end]) == crc:
+            if (
+                length > 0
+                and end <= size
+                and data[position + 8] & 0xF0 == 0x80
+                and zlib.crc32(view[position + 8 : end]) == crc
+            ):
                 return start + position
         return None
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from trainyard import plugins
+from trainyard.active_run import Run, how_it_ended, new_run, open_new_run
 from trainyard.checkpoint import Checkpoint
 from trainyard.config import (
     RunConfig,
@@ -27,13 +27,13 @@ from trainyard.config import (
 )
 from trainyard.console import capture
 from trainyard.errors import ConfigError
-from trainyard.functional import FunctionTrainable, Reporter, Unwind, call, check_signature
+from trainyard.functional import FunctionTrainable, Reporter, Unwind, call
 from trainyard.records import Result, Status
 from trainyard.redaction import redact, resolve_environment
 from trainyard.resources import Resources
 from trainyard.results import DUPLICATE
-from trainyard.active_run import Run, how_it_ended, new_run, open_new_run
 from trainyard.rundir import RunDirectory, RunResult, list_runs
+from trainyard.signatures import check_signature
 from trainyard.storage import CheckpointPolicy
 from trainyard.trainable import Trainable
 
@@ -170,7 +170,9 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), *, beside: str 
     if existing is not None:
         opened = Run(existing, **options)
     else:
-        spec = config.trainable if isinstance(config.trainable, str) else f"{getattr(trainable, '__module__', '')}:{name}"
+        spec = (
+            config.trainable if isinstance(config.trainable, str) else f"{getattr(trainable, '__module__', '')}:{name}"
+        )
         directory, record = new_run(root, config.experiment, spec, config.name, config.config, **_settings(config))
         record.tags = config.tags
         opened = Run(directory, record, **options)
@@ -193,7 +195,9 @@ def _check_trainable(trainable: Any, policy: CheckpointPolicy) -> str:
             can_save, mend = False, "a function saves by report(metrics, checkpoint=...)"
     else:
         if not callable(trainable):
-            raise ConfigError(f"trainable: {trainable!r} is no trainable: a Trainable class, a function, or module:name")
+            raise ConfigError(
+                f"trainable: {trainable!r} is no trainable: a Trainable class, a function, or module:name"
+            )
         check_signature(trainable)
         can_save, mend = False, "a function saves by report(metrics, checkpoint=...)"
     asked = "every" if policy.every else "at_end" if policy.at_end else None
@@ -343,7 +347,11 @@ class _Attempts:
         return checkpoint
 
     def _wants_last_checkpoint(self, trainable: Trainable) -> bool:
-        if isinstance(trainable, FunctionTrainable) or self.saved_at == self.run_.counters.iteration or not self.run_.last_result:
+        if (
+            isinstance(trainable, FunctionTrainable)
+            or self.saved_at == self.run_.counters.iteration
+            or not self.run_.last_result
+        ):
             return False
         if self.policy.at_end is None:
             return type(trainable).save_checkpoint is not Trainable.save_checkpoint
@@ -390,7 +398,13 @@ def _captured(log_to_file: Any, directory: Path) -> Iterator[None]:
     if not log_to_file:
         yield
         return
-    names = ["stdout", "stderr"] if log_to_file is True else [log_to_file] * 2 if isinstance(log_to_file, str) else log_to_file
+    names = (
+        ["stdout", "stderr"]
+        if log_to_file is True
+        else [log_to_file] * 2
+        if isinstance(log_to_file, str)
+        else log_to_file
+    )
     with capture(directory / names[0], directory / names[1]):
         yield
 

@@ -22,7 +22,13 @@ __all__ = ["HOOK_NAMES", "Installed", "Plugin", "build", "hold", "installed", "l
 HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if hasattr(member, f"{PROJECT}_spec"))
 """The names of all hooks, in the order in which things happen."""
 
-_KINDS = {"log_results": "tracker", "open_store": "store", "request_resources": "policy", "on_result": "callback", "should_stop": "callback"}
+_KINDS = {
+    "log_results": "tracker",
+    "open_store": "store",
+    "request_resources": "policy",
+    "on_result": "callback",
+    "should_stop": "callback",
+}
 _EXTRAS = {
     "tensorboard": "tensorboard",
     "mlflow": "mlflow",
@@ -140,11 +146,15 @@ def load_class(name: str, what: str = "plugin", where: str = "") -> type:
             f"{_at(where)}the {what} {name!r} of {plugin.place} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(loaded, type):
-        raise PluginBroken(f"{_at(where)}the {what} {name!r} of {plugin.place} is {plugin.module}, which is not a class")
+        raise PluginBroken(
+            f"{_at(where)}the {what} {name!r} of {plugin.place} is {plugin.module}, which is not a class"
+        )
     return loaded
 
 
-def build(name: str, options: Mapping[str, Any] | None = None, *, as_name: str = "", what: str = "plugin", where: str = "") -> Plugin:
+def build(
+    name: str, options: Mapping[str, Any] | None = None, *, as_name: str = "", what: str = "plugin", where: str = ""
+) -> Plugin:
     """Import a plugin, build it with its options, and hold it.
 
     Args:
@@ -175,7 +185,9 @@ def build(name: str, options: Mapping[str, Any] | None = None, *, as_name: str =
     except (TypeError, ValueError) as error:
         raise PluginConfigError(f"{_at(place)}{error}") from error
     except Exception as error:
-        raise PluginBroken(f"{_at(place)}the {what} {name!r} cannot be built: {type(error).__name__}: {error}") from error
+        raise PluginBroken(
+            f"{_at(place)}the {what} {name!r} cannot be built: {type(error).__name__}: {error}"
+        ) from error
     return hold(as_name or name, instance)
 
 
@@ -195,7 +207,9 @@ def hold(name: str, instance: object) -> Plugin:
         PluginBroken: a class was given instead of an object, or its hooks are wrong.
     """
     if isinstance(instance, type):
-        raise PluginBroken(f"plugin {name!r} is the class {instance.__name__}: hand over an object, {instance.__name__}(...)")
+        raise PluginBroken(
+            f"plugin {name!r} is the class {instance.__name__}: hand over an object, {instance.__name__}(...)"
+        )
     return Plugin(name, instance)
 
 
@@ -219,7 +233,7 @@ def kind_of(hooks: Iterable[str]) -> str:
 
 def hooks_of(kind: type) -> list[str]:
     """The hooks that a class implements, without building it."""
-    return [hook for hook in HOOK_NAMES if hasattr(cast(Any, getattr(kind, hook, None)), f"{PROJECT}_impl")]
+    return [hook for hook in HOOK_NAMES if hasattr(cast("Any", getattr(kind, hook, None)), f"{PROJECT}_impl")]
 
 
 def _at(where: str) -> str:

@@ -18,7 +18,20 @@ _SECRET_WORDS = {
     "apikey", "auth", "authorization", "bearer", "credential", "credentials", "passphrase", "passwd", "password",
     "passwords", "pwd", "secret", "secrets",
 }  # fmt: skip
-_SECRET_KEYS = {"access", "account", "api", "auth", "encryption", "master", "private", "sas", "secret", "shared", "signing", "ssh"}
+_SECRET_KEYS = {
+    "access",
+    "account",
+    "api",
+    "auth",
+    "encryption",
+    "master",
+    "private",
+    "sas",
+    "secret",
+    "shared",
+    "signing",
+    "ssh",
+}
 # what stands before "token" where text is tokenized, rather than somebody let in
 _TEXT_TOKENS = {
     "additional", "audio", "bos", "class", "cls", "dist", "eos", "end", "eot", "extra", "first", "image", "img", "last",
@@ -26,7 +39,9 @@ _TEXT_TOKENS = {
     "sep", "special", "start", "stop", "text", "total", "unk", "use", "vision",
 }  # fmt: skip
 _USER_INFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
-_QUERY = re.compile(r"(?P<name>[?&;][\w.-]*(?:token|key|secret|signature|sig|password|credential)=)[^&;\s]+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"(?P<name>[?&;][\w.-]*(?:token|key|secret|signature|sig|password|credential)=)[^&;\s]+", re.IGNORECASE
+)
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -93,7 +108,9 @@ def resolve_environment(value: Any, where: str = "config") -> Any:
 
     def lookup(found: re.Match[str]) -> str:
         if found[1] not in os.environ:
-            raise ConfigError(f"{where}: the environment variable {found[1]} is not set; set it, or write the value instead")
+            raise ConfigError(
+                f"{where}: the environment variable {found[1]} is not set; set it, or write the value instead"
+            )
         return os.environ[found[1]]
 
     return _ENVIRONMENT.sub(lookup, value)

@@ -10,7 +10,17 @@ from trainyard.errors import ConfigError, unknown
 
 __all__ = ["Resources"]
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -29,7 +39,9 @@ class Resources:
 
     __slots__ = ("cpu", "custom", "gpu", "memory")
 
-    def __init__(self, cpu: float = 1, gpu: float = 0, memory: int | str = 0, custom: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, cpu: float = 1, gpu: float = 0, memory: int | str = 0, custom: Mapping[str, float] | None = None
+    ) -> None:
         self.cpu = _amount("cpu", cpu)
         self.gpu = _amount("gpu", gpu)
         self.memory = _bytes(memory)
@@ -50,7 +62,9 @@ class Resources:
             raise ConfigError(f"{where}: expected a mapping such as {{cpu: 1}}, not {request!r}")
         for name in request:
             if name not in cls.__slots__:
-                raise ConfigError(f"{where}: {unknown('resource', str(name), cls.__slots__)}; amounts of your own go under 'custom'")
+                raise ConfigError(
+                    f"{where}: {unknown('resource', str(name), cls.__slots__)}; amounts of your own go under 'custom'"
+                )
         try:
             return cls(**request)
         except ConfigError as error:

@@ -165,4 +165,6 @@ def _number(name: str, value: Any) -> Any:
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, int | float):
         return value
-    raise MetricError(f"metric {name!r} is counted up, so it needs to be a number, not a {type(value).__name__}: {value!r}")
+    raise MetricError(
+        f"metric {name!r} is counted up, so it needs to be a number, not a {type(value).__name__}: {value!r}"
+    )

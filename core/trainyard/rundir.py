@@ -25,6 +25,7 @@ from trainyard.locks import FileLock
 from trainyard.records import Result, RunInfo, Status
 from trainyard.storage import RunCheckpoints
 from trainyard.values import flatten, strict_json
+from trainyard.version import __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -79,7 +80,9 @@ class RunRecord(msgspec.Struct):
 def git_state() -> GitState | None:
     """The repository of the working directory; asked once a process, at most 5 s."""
     try:
-        ask = functools.partial(subprocess.run, capture_output=True, text=True, timeout=5, check=True, stdin=subprocess.DEVNULL)
+        ask = functools.partial(
+            subprocess.run, capture_output=True, text=True, timeout=5, check=True, stdin=subprocess.DEVNULL
+        )
         commit = ask(["git", "rev-parse", "HEAD"]).stdout.strip()
         changed = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -149,7 +152,9 @@ class RunDirectory:
             RunLocked: a live process does.
         """
         if not self.lock.acquire():
-            raise RunLocked(f"run {self.path.name} is being written to by {self.lock.holder()} ({self.path}): wait for it, or stop it")
+            raise RunLocked(
+                f"run {self.path.name} is being written to by {self.lock.holder()} ({self.path}): wait for it, or stop it"
+            )
 
     def read(self) -> RunRecord:
         """What ``run.json`` says.
@@ -314,8 +319,14 @@ def _columns(journal: Path) -> dict[str, Any]:
                 while rows and rows[-1].seq > record.keep:
                     rows.pop()
                     contexts.pop()
-    flat = [row.metrics if dict not in set(map(type, row.metrics.values())) else dict(flatten(row.metrics)) for row in rows]
-    columns: dict[str, Any] = {"seq": [row.seq for row in rows], "step": [row.step for row in rows], "time": [row.time for row in rows]}
+    flat = [
+        row.metrics if dict not in set(map(type, row.metrics.values())) else dict(flatten(row.metrics)) for row in rows
+    ]
+    columns: dict[str, Any] = {
+        "seq": [row.seq for row in rows],
+        "step": [row.step for row in rows],
+        "time": [row.time for row in rows],
+    }
     for table in (flat, contexts):
         if not table:
             continue
@@ -362,7 +373,9 @@ def find_run(name: str, storage: Path) -> RunResult:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"{name!r} means {len(found)} runs: {', '.join(run.path for run in found[:5])}; name one by its directory")
+        raise ConfigError(
+            f"{name!r} means {len(found)} runs: {', '.join(run.path for run in found[:5])}; name one by its directory"
+        )
     known = [run.name for run in runs]
     raise ConfigError(f"{unknown('run', name, known[:20], label=f'runs in {storage}')}; list them with: trainyard runs")
 
@@ -383,8 +396,8 @@ def open_run(place: str | os.PathLike[str], storage: str | os.PathLike[str] | No
     return find_run(text, Path(storage or os.environ.get("TRAINYARD_STORAGE") or "./runs"))
 
 
-def new_record(*, id: str, name: str, experiment: str, trainable: str, config: Mapping[str, Any], **rest: Any) -> RunRecord:
+def new_record(
+    *, id: str, name: str, experiment: str, trainable: str, config: Mapping[str, Any], **rest: Any
+) -> RunRecord:
     """The identity of a run that begins now."""
-    from trainyard import __version__
-
     return RunRecord(id, name, experiment, trainable, dict(config), time.time(), trainyard=__version__, **rest)

@@ -299,7 +299,9 @@ class _Decoder:
             return self._unpickle(rest[0], path)
         return self.readers[tag](*rest)
 
-    def _dict(self, pairs: list[Any], path: str, depth: int, wanted: bool, kind: type[dict[Any, Any]]) -> dict[Any, Any]:
+    def _dict(
+        self, pairs: list[Any], path: str, depth: int, wanted: bool, kind: type[dict[Any, Any]]
+    ) -> dict[Any, Any]:
         out = kind()
         for i in range(0, len(pairs), 2):
             key = self.node(pairs[i], path, depth + 1, True)
@@ -338,7 +340,11 @@ class _Decoder:
         if not isinstance(kind, torch.dtype):
             raise CheckpointCorrupt(f"{dtype!r} is no type of tensor")
         raw = self._buffer(buffer)
-        tensor = torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
+        tensor = (
+            torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
+            if raw
+            else torch.empty(shape, dtype=kind)
+        )
         return tensor.requires_grad_(grad)
 
     def _unpickle(self, buffer: int, path: str) -> Any:

@@ -166,7 +166,9 @@ class RunCheckpoints:
             except CheckpointError as error:
                 self._next = max(self._next, index + 1)
                 aside = path.with_name(f"{path.name}.damaged")
-                logger.warning("%s; falling back to the checkpoint before it, and keeping this one as %s", error, aside.name)
+                logger.warning(
+                    "%s; falling back to the checkpoint before it, and keeping this one as %s", error, aside.name
+                )
                 with contextlib.suppress(OSError):
                     os.rename(path, aside)
             else:

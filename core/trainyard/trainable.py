@@ -11,7 +11,6 @@ import contextlib
 import copy
 import logging
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -22,16 +21,17 @@ from typing import Any
 
 import msgspec
 
+from trainyard.active_run import Run, how_it_ended, open_new_run
 from trainyard.checkpoint import MANIFEST_NAME, Checkpoint, Staging, local_path, refuse_escape
-from trainyard.config import tracker_specs
 from trainyard.console import capture
 from trainyard.errors import CheckpointCorrupt, CheckpointError, ConfigError, MetricError, unknown
 from trainyard.redaction import resolve_environment
 from trainyard.resources import Resources
-from trainyard.results import AUTO_FILLED, DUPLICATE, Counters, date_string
-from trainyard.active_run import Run, how_it_ended, open_new_run
+from trainyard.results import DUPLICATE, date_string
+from trainyard.signatures import check_signature, parameters_bound
 from trainyard.state import load_state
 from trainyard.sysusage import UsageMonitor
+from trainyard.version import __version__
 
 __all__ = ["Trainable", "validate_save_restore", "with_parameters", "with_resources"]
 
@@ -72,7 +72,14 @@ class Trainable:
 
     _old_save = False
 
-    def __init__(self, config: dict[str, Any] | None = None, *, run: Run | None = None, storage: str | os.PathLike[str] | None = None, trackers: Any = None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        run: Run | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        trackers: Any = None,
+    ) -> None:
         self.config: dict[str, Any] = {} if config is None else config
         self._owns_run = run is None
         self._storage, self._trackers = storage, trackers
@@ -104,7 +111,9 @@ class Trainable:
             if self._owns_run:
                 run.finish(*how_it_ended(error))
             raise
-        self._before_recording = self._on_filled if self._monitor or type(self).log_result is not Trainable.log_result else None
+        self._before_recording = (
+            self._on_filled if self._monitor or type(self).log_result is not Trainable.log_result else None
+        )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -256,7 +265,9 @@ class Trainable:
             trusted = allow_pickle or manifest.run_id == self.run.id
             self.load_checkpoint(load_state(Path(checkpoint.path), allow_pickle=trusted))
         else:
-            self.load_checkpoint(os.path.join(checkpoint.path, manifest.restore_path) if manifest.restore_path else checkpoint.path)
+            self.load_checkpoint(
+                os.path.join(checkpoint.path, manifest.restore_path) if manifest.restore_path else checkpoint.path
+            )
         self.run.restore_counters(checkpoint)
         self._restored = True
 
@@ -405,8 +416,6 @@ class Trainable:
 
     def get_state(self) -> dict[str, Any]:
         """The counters, the last result, and the version."""
-        from trainyard import __version__
-
         counters = self.run.counters
         return {
             "iteration": counters.iteration,
@@ -433,7 +442,11 @@ class Trainable:
             debug_metrics_only: only ``trial_id, date, timestamp, pid, hostname, node_ip, config``.
         """
         now = time.time() if now is None else now
-        fixed = {"date": date_string(int(now)), "timestamp": int(now) if timestamp is None else timestamp, **self.run.context}
+        fixed = {
+            "date": date_string(int(now)),
+            "timestamp": int(now) if timestamp is None else timestamp,
+            **self.run.context,
+        }
         if debug_metrics_only:
             return fixed
         counters = self.run.counters
@@ -452,7 +465,11 @@ class Trainable:
     def _open_run(self, written_config: dict[str, Any]) -> Run:
         name = getattr(self, "_name", None) or type(self).__name__
         return open_new_run(
-            trainable=name, config=self.config, written_config=written_config, storage=self._storage, trackers=self._trackers
+            trainable=name,
+            config=self.config,
+            written_config=written_config,
+            storage=self._storage,
+            trackers=self._trackers,
         )
 
     def _on_filled(self, result: dict[str, Any]) -> None:
@@ -487,7 +504,11 @@ class Trainable:
 
     def _pop_log_files(self) -> tuple[Path | None, Path | None]:
         """Ray Tune's two magic config keys: files to copy stdout and stderr into."""
-        popped = [self.config.pop(key, None) for key in ("__stdout_file__", "__stderr_file__")] if self.config else [None, None]
+        popped = (
+            [self.config.pop(key, None) for key in ("__stdout_file__", "__stderr_file__")]
+            if self.config
+            else [None, None]
+        )
         stdout, stderr = (Path(os.path.abspath(name)) if name else None for name in popped)
         return stdout, stderr
 
@@ -514,8 +535,6 @@ def with_parameters(trainable: Any, **parameters: Any) -> Any:
         return _subclass(trainable, setup=setup)
     if not callable(trainable):
         raise ConfigError(f"with_parameters() takes a Trainable class or a function, not {trainable!r}")
-    from trainyard.functional import check_signature, parameters_bound
-
     return check_signature(parameters_bound(trainable, parameters))
 
 
@@ -540,15 +559,17 @@ def with_resources(trainable: Any, resources: Resources | dict[str, Any] | Calla
         return _subclass(trainable, default_resource_request=request)
     if not callable(trainable) or isinstance(trainable, type):
         raise ConfigError(f"with_resources() takes a Trainable class or a function, not {trainable!r}")
-    from trainyard.functional import parameters_bound
-
-    bound = parameters_bound(trainable, {})
+    bound = parameters_bound(check_signature(trainable), {})
     bound.default_resource_request = lambda config: Resources.parse(answer(config), "with_resources")  # type: ignore[attr-defined]
     return bound
 
 
 def _subclass(cls: type[Trainable], **members: Any) -> type[Trainable]:
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **members})
+    return type(
+        cls.__name__,
+        (cls,),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **members},
+    )
 
 
 def validate_save_restore(trainable: type[Trainable], config: dict[str, Any] | None = None) -> bool:

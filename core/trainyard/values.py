@@ -22,7 +22,11 @@ ARRAY_LIMIT = 1 << 20
 """Bytes that one array among the metrics may have; what is larger belongs into an artifact or a checkpoint."""
 
 _ARRAY = 1  # msgpack extension code: [dtype, shape, raw little-endian C-order bytes]
-_STRUCT_CODES = dict(b1="?", i1="b", u1="B", i2="h", u2="H", i4="i", u4="I", i8="q", u8="Q", f2="e", f4="f", f8="d")
+_STRUCT_CODES = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"} | {
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+}
 _DEPTH_LIMIT = 64
 _PLAIN = frozenset({float, int, str, bool, type(None), bytes})
 _SCALAR_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes", "cupy", "tensorflow")
@@ -69,6 +73,7 @@ def _value(value: Any, path: str, depth: int) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
+    base: type[Any]
     for base in (float, int, str, bytes):  # numpy.float64 is a float, IntEnum an int, numpy.str_ a str
         if isinstance(value, base):
             return base(value)
@@ -109,7 +114,9 @@ def _from_array(value: Any, path: str) -> Any:
     except (TypeError, ValueError):
         array = numpy.asarray(value.float())  # torch.bfloat16, which numpy does not know
     if array.dtype.kind not in "bifu" or array.dtype.name == "longdouble":
-        raise MetricError(f"metric {path!r} is an array of {array.dtype}, which cannot be recorded: only numbers and bools")
+        raise MetricError(
+            f"metric {path!r} is an array of {array.dtype}, which cannot be recorded: only numbers and bools"
+        )
     if array.nbytes > ARRAY_LIMIT:
         raise MetricError(
             f"metric {path!r} is an array of {array.nbytes:,} bytes; among metrics an array has at most {ARRAY_LIMIT:,}: "
@@ -197,7 +204,7 @@ def strict_json(value: Any, encode: Callable[[Any], bytes] = _json.encode) -> by
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

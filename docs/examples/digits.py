@@ -43,7 +43,12 @@ class Network:
             losses.append(-np.log(probability[np.arange(len(y)), y] + 1e-12).mean())
             slope = (probability - np.eye(10)[y]) / len(y)
             back = slope @ w["w2"].T * (hidden > 0)
-            for name, change in (("w2", hidden.T @ slope), ("b2", slope.sum(0)), ("w1", x.T @ back), ("b1", back.sum(0))):
+            for name, change in (
+                ("w2", hidden.T @ slope),
+                ("b2", slope.sum(0)),
+                ("w1", x.T @ back),
+                ("b1", back.sum(0)),
+            ):
                 w[name] -= self.lr * change
         accuracy = (self.forward(self.x_val)[1].argmax(1) == self.y_val).mean()
         return {"loss": float(np.mean(losses)), "accuracy": float(accuracy)}

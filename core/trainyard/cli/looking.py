@@ -15,7 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from trainyard.cli.tables import ago, coloured, console, duration, main_metrics, metrics_line, number, size, table, user_metrics
+from trainyard.cli.tables import (
+    ago,
+    coloured,
+    console,
+    duration,
+    main_metrics,
+    metrics_line,
+    number,
+    size,
+    table,
+    user_metrics,
+)
 from trainyard.config import DEFAULT_STORAGE, open_storage
 from trainyard.records import Result
 from trainyard.rundir import RunResult, list_runs, open_run
@@ -97,7 +108,8 @@ def _summary(run: RunResult) -> dict[str, Any]:
 
 def _details(run: RunResult) -> dict[str, Any]:
     checkpoints = [
-        {"index": c.index, "iteration": c.iteration, "path": c.path, "size": c.size, "metrics": c.metrics} for c in run.checkpoints
+        {"index": c.index, "iteration": c.iteration, "path": c.path, "size": c.size, "metrics": c.metrics}
+        for c in run.checkpoints
     ]
     return {
         "host": run.record.host,
@@ -120,14 +132,19 @@ def _show_identity(out: Console, run: RunResult, history: list[Result]) -> None:
     facts.show_header = False
     facts.add_row("run", f"[bold]{escape(run.name)}[/]  {coloured(run.status)}")
     facts.add_row("id", f"{run.id}  of experiment {escape(run.experiment)}")
-    facts.add_row("started", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} on {escape(record.host)}")
+    facts.add_row(
+        "started", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} on {escape(record.host)}"
+    )
     facts.add_row("trainable", escape(record.trainable))
     if record.git:
         facts.add_row("commit", record.git.commit[:12] + ("  (with changes)" if record.git.dirty else ""))
     facts.add_row("directory", escape(run.path))
     if history:
         last = history[-1].metrics
-        facts.add_row("progress", f"iteration {last['training_iteration']}, {len(history)} results, {duration(last['time_total_s'])}")
+        facts.add_row(
+            "progress",
+            f"iteration {last['training_iteration']}, {len(history)} results, {duration(last['time_total_s'])}",
+        )
     for name, value in flatten(run.config):
         facts.add_row("config", escape(f"{name}: {number(value)}"))
     out.print(facts)
@@ -140,7 +157,7 @@ def _show_metrics(out: Console, history: list[Result]) -> None:
     rows = table("metric", ">first", ">last", ">min", ">max")
     for name, points in series.items():
         values = [value for _, value in points]
-        finite = [value for value in values if value == value] or [float("nan")]
+        finite = [value for value in values if not math.isnan(value)] or [float("nan")]
         rows.add_row(escape(name), number(values[0]), number(values[-1]), number(min(finite)), number(max(finite)))
     out.print()
     out.print(rows)
@@ -188,8 +205,12 @@ def _show_trackers(out: Console, run: RunResult, history: list[Result]) -> None:
         if lane.error is not None:
             state = f"[red]{escape(lane.error)}[/], since {ago(lane.failing_since or time.time())}"
         else:
-            state = "done" if lane.ended else "[green]delivering[/]" if run.status == "running" else "[yellow]waiting[/]"
-        rows.add_row(escape(lane.tracker), str(lane.delivered), str(owed), str(len(lane.rejected) + lane.dropped), state)
+            state = (
+                "done" if lane.ended else "[green]delivering[/]" if run.status == "running" else "[yellow]waiting[/]"
+            )
+        rows.add_row(
+            escape(lane.tracker), str(lane.delivered), str(owed), str(len(lane.rejected) + lane.dropped), state
+        )
     out.print()
     out.print(rows)
 
@@ -200,6 +221,11 @@ def _show_checkpoints(out: Console, run: RunResult) -> None:
         return
     rows = table("checkpoint", ">iteration", ">size", "metrics")
     for checkpoint in checkpoints:
-        rows.add_row(Path(checkpoint.path).name, str(checkpoint.iteration), size(checkpoint.size), escape(metrics_line(checkpoint.metrics)))
+        rows.add_row(
+            Path(checkpoint.path).name,
+            str(checkpoint.iteration),
+            size(checkpoint.size),
+            escape(metrics_line(checkpoint.metrics)),
+        )
     out.print()
     out.print(rows)

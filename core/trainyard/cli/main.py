@@ -12,8 +12,8 @@ import sys
 
 import click
 
-from trainyard import __version__
 from trainyard.errors import TrainyardError, unknown
+from trainyard.version import __version__
 
 _VERBS = {
     "run": "running",
@@ -38,7 +38,9 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _VERBS:
             raise click.UsageError(unknown("command", args[0], _VERBS, label="commands"), ctx)
         return super().resolve_command(ctx, args)

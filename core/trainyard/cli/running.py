@@ -23,7 +23,9 @@ from trainyard.values import flatten
 
 _EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 143}
 
-_set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in --set config.lr=0.01.")
+_set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in --set config.lr=0.01."
+)
 
 
 @click.command()
@@ -65,7 +67,9 @@ def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
     for path, value in flatten({"config": data["config"], "trackers": _mapping(data.get("trackers"))}):
         if isinstance(value, str) and REDACTED in value:
             key = path.replace("/", ".")
-            raise ConfigError(f"{key} was kept secret, so it is not on record: give it again with --set {key}=... (or as ${{env:NAME}})")
+            raise ConfigError(
+                f"{key} was kept secret, so it is not on record: give it again with --set {key}=... (or as ${{env:NAME}})"
+            )
     return _run(parse_config(data, source), None)
 
 
@@ -91,15 +95,24 @@ def _summarise(result: RunResult) -> None:
         facts.add_row("error", escape(f"{type(result.error).__name__}: {result.error}"))
     if metrics:
         took = duration(metrics.get("time_total_s") or 0.0)
-        facts.add_row("result", escape(f"iteration {metrics['training_iteration']}  {metrics_line(metrics)}  in {took}"))
+        facts.add_row(
+            "result", escape(f"iteration {metrics['training_iteration']}  {metrics_line(metrics)}  in {took}")
+        )
     facts.add_row("directory", escape(_shown(result.path)))
-    written = [name for name in ("result.json", "progress.csv", "stdout", "error.txt") if Path(result.path, name).exists()]
+    written = [
+        name for name in ("result.json", "progress.csv", "stdout", "error.txt") if Path(result.path, name).exists()
+    ]
     facts.add_row("files", escape("  ".join([*written, "journal/"])))
     for lane in result.lanes():
         if lane.error is not None or not lane.ended:
-            facts.add_row("tracker", f"[yellow]{escape(lane.tracker)} is behind: {lane.delivered} delivered; {escape(lane.error or 'too slow')}[/]")
+            facts.add_row(
+                "tracker",
+                f"[yellow]{escape(lane.tracker)} is behind: {lane.delivered} delivered; {escape(lane.error or 'too slow')}[/]",
+            )
     if result.checkpoint is not None:
-        facts.add_row("checkpoint", escape(f"{_shown(result.checkpoint.path)}  (iteration {result.checkpoint.iteration})"))
+        facts.add_row(
+            "checkpoint", escape(f"{_shown(result.checkpoint.path)}  (iteration {result.checkpoint.iteration})")
+        )
     out.print()
     out.print(facts)
     out.print()
@@ -109,7 +122,9 @@ def _summarise(result: RunResult) -> None:
     next_up.add_row("[dim]look at it[/]", f"{trainyard} show {place}")
     if result.status != "completed":
         next_up.add_row("[dim]go on[/]", f"{trainyard} resume {place}")
-    next_up.add_row("[dim]all runs[/]", f"{trainyard} runs --storage {shlex.quote(_shown(str(Path(result.path).parent.parent)))}")
+    next_up.add_row(
+        "[dim]all runs[/]", f"{trainyard} runs --storage {shlex.quote(_shown(str(Path(result.path).parent.parent)))}"
+    )
     out.print(next_up)
 
 

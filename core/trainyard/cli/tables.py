@@ -31,7 +31,15 @@ def console() -> Console:
 
 def table(*columns: str, title: str | None = None) -> Table:
     """An empty table in the house style. A column that begins with ``>`` is right-aligned."""
-    out = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    out = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+    )
     for column in columns:
         right = column.startswith(">")
         out.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
@@ -80,7 +88,9 @@ def coloured(status: str) -> str:
 def user_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The user's own metrics that are numbers, flat."""
     own = {name: value for name, value in metrics.items() if name not in AUTO_FILLED}
-    return {name: value for name, value in flatten(own) if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        name: value for name, value in flatten(own) if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def main_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, Any]:

@@ -43,7 +43,13 @@ class FileStore:
             StoreError: a key that leads out of the root.
         """
         parts = key.split("/")
-        if not key or key.startswith("/") or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in parts):
+        if (
+            not key
+            or key.startswith("/")
+            or "\\" in key
+            or "\0" in key
+            or any(part in ("", ".", "..") for part in parts)
+        ):
             raise StoreError(f"{key!r} is no key: a key is a relative path with forward slashes")
         return self.root.joinpath(*parts)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trainyard import Result, RunInfo, flatten, hookimpl
+from trainyard_plugins.trackers._appended import AppendedFile, rewritten
 
 _BATCH = 500
 
@@ -24,42 +24,35 @@ class CsvTracker:
 
     def __init__(self) -> None:
         self._path = Path()
-        self._file: TextIO | None = None
-        self._columns: dict[str, None] = {}
+        self._file: AppendedFile | None = None
+        self._columns: list[str] = []
 
     @hookimpl
     def log_start(self, run: RunInfo, notes: dict[str, Any]) -> None:
         """Cut ``progress.csv`` back to the rows that are confirmed."""
+        self.close()
         self._path = Path(run.path, "progress.csv")
-        confirmed: list[str] = notes.setdefault("columns", [])
-        rows, size = notes.setdefault("rows", 0), notes.setdefault("size", 0)
-        self._columns = dict.fromkeys(confirmed)
-        if not self._path.exists():
-            self._path.touch()
-        with open(self._path, newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [])
-        if header == confirmed:
-            self._open()
-            assert self._file is not None
-            self._file.truncate(size)
-            self._file.seek(size)
-        else:  # the table had grown columns, and we died before that was confirmed: the rows are in the new form
-            self._columns = dict.fromkeys(header)
-            self._rewrite(islice(self._read_rows(), rows), notes)
+        confirmed, rows = notes.setdefault("columns", []), notes.setdefault("rows", 0)
+        self._columns = self._header()
+        if self._columns == confirmed or not rows:
+            self._columns = list(confirmed)
+            self._file = AppendedFile(self._path, notes.setdefault("size", 0))
+        else:  # the table had grown columns, and we died before that was confirmed: its rows are in the new form
+            self._rewrite(islice(self._rows(), rows), notes)
 
     @hookimpl
     def log_results(self, results: list[Result], notes: dict[str, Any]) -> None:
-        """Append a row each."""
+        """Append a row each, in one write."""
         assert self._file is not None
         rows = [_row(result) for result in results]
-        new = [name for row in rows if row.keys() - self._columns.keys() for name in row if name not in self._columns]
+        known = set(self._columns)
+        new = {name: None for row in rows if not row.keys() <= known for name in row if name not in known}
         if new:
-            self._columns.update(dict.fromkeys(new))
-            self._rewrite(self._read_rows(), notes)
-        text = self._format(rows)
-        self._file.write(text)
+            self._columns += new
+            self._rewrite(self._rows(), notes)
+        self._file.append(self._format(rows))
         notes["rows"] += len(rows)
-        notes["size"] += len(text.encode())
+        notes["size"] = self._file.size
 
     @hookimpl
     def log_rewind(self, results: Iterable[Result], notes: dict[str, Any]) -> None:
@@ -67,17 +60,16 @@ class CsvTracker:
         columns: dict[str, None] = {}
         for result in results:
             row = _row(result)
-            if row.keys() - columns.keys():
+            if not row.keys() <= columns.keys():
                 columns.update(dict.fromkeys(row))
-        self._columns = columns
-        self._rewrite((_row(result) for result in results), notes)
+        self._columns = list(columns)
+        self._rewrite(map(_row, results), notes)
 
     @hookimpl
     def flush(self) -> None:
         """Make the rows durable."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     @hookimpl
     def close(self) -> None:
@@ -86,48 +78,49 @@ class CsvTracker:
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
-        self._file = open(self._path, "r+", newline="", encoding="utf-8")
+    def _header(self) -> list[str]:
+        try:
+            with open(self._path, newline="", encoding="utf-8") as file:
+                return next(csv.reader(file), [])
+        except FileNotFoundError:
+            return []
 
-    def _format(self, rows: list[dict[str, Any]]) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text)
-        columns = self._columns
-        for row in rows:
-            if len(row) == len(columns) and list(row) == list(columns):
-                writer.writerow(row.values())
-            else:
-                writer.writerow([row.get(name) for name in columns])
-        return text.getvalue()
-
-    def _read_rows(self) -> Iterator[dict[str, Any]]:
-        if self._file is not None:
-            self._file.flush()
+    def _rows(self) -> Iterator[dict[str, Any]]:
         with open(self._path, newline="", encoding="utf-8") as file:
             yield from csv.DictReader(file)
 
+    def _format(self, rows: list[dict[str, Any]]) -> bytes:
+        columns = self._columns
+        text = io.StringIO()
+        writer = csv.writer(text)
+        for row in rows:
+            if len(row) == len(columns) and list(row) == columns:
+                writer.writerow(row.values())
+            else:
+                writer.writerow([row.get(name) for name in columns])
+        return text.getvalue().encode()
+
     def _rewrite(self, rows: Iterator[dict[str, Any]], notes: dict[str, Any]) -> None:
         """Write the whole table anew with the columns as they are now, and go on behind it."""
-        staged = self._path.with_name(".progress.csv.tmp")
-        notes["rows"] = 0
-        with open(staged, "w", newline="", encoding="utf-8") as file:
+        count = 0
+
+        def pieces() -> Iterator[bytes]:
+            nonlocal count
             if self._columns:
-                csv.writer(file).writerow(self._columns)
+                yield self._format([dict(zip(self._columns, self._columns, strict=True))])
             while batch := list(islice(rows, _BATCH)):
-                file.write(self._format(batch))
-                notes["rows"] += len(batch)
-            file.flush()
-            os.fsync(file.fileno())
+                count += len(batch)
+                yield self._format(batch)
+
+        file = rewritten(self._path, pieces())
         self.close()
-        os.replace(staged, self._path)
-        notes["columns"], notes["size"] = list(self._columns), self._path.stat().st_size
-        self._open()
-        assert self._file is not None
-        self._file.seek(notes["size"])
+        self._file = file
+        notes.update(columns=list(self._columns), rows=count, size=file.size)
 
 
 def _row(result: Result) -> dict[str, Any]:
+    """The cells of a result, without the config."""
     metrics = result.metrics
     if dict in set(map(type, metrics.values())):
-        metrics = dict(flatten({name: value for name, value in metrics.items() if name != "config"}))
+        return dict(flatten({name: value for name, value in metrics.items() if name != "config"}))
     return metrics

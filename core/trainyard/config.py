@@ -93,14 +93,18 @@ class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Source(msgspec.Struct):
-    """A mapping that was read from YAML, and where its keys stand."""
+    """A mapping that was read from YAML, and where its keys stand; relative trainables may lie in `directory`."""
 
     file: str
+    directory: str
     data: dict[str, Any]
     lines: dict[str, int]
+    overridden: set[str] = set()
 
     def place(self, path: str) -> str:
-        """``file:line: path`` for a key path, or for the nearest one above it."""
+        """``file:line: path`` for a key path, or for the nearest one above it; ``--set path`` for an override."""
+        if any(path == key or path.startswith(f"{key}.") for key in self.overridden):
+            return f"--set {path}"
         at = path
         while at and at not in self.lines:
             at = at.rpartition(".")[0]
@@ -136,7 +140,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Source:
         raise ConfigError(f"{file}: expected a mapping with the key 'trainable', found {_what(data)}")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
-    return Source(file, data, lines)
+    return Source(file, os.path.dirname(os.path.abspath(file)), data, lines)
 
 
 def _note_lines(node: Any, path: str, lines: dict[str, int]) -> None:
@@ -173,7 +177,7 @@ def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
             into[keys[-1]] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {text}: the value is not valid YAML; quote it") from None
-        source.lines = {key: line for key, line in source.lines.items() if key != path}
+        source.overridden.add(path)
 
 
 def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunConfig:
@@ -288,7 +292,9 @@ class StopRule:
     def unseen(self, result: Mapping[str, Any]) -> list[str]:
         """A warning for each metric that no result has had so far."""
         names = [name for name, _ in flatten(dict(result)) if not name.startswith("config/")]
-        return [f"stop.{unknown('metric', metric, names, label='the results have')}" for metric in sorted(self._unseen)]
+        return [
+            f"stop: {unknown('metric', metric, names, label='the results have')}" for metric in sorted(self._unseen)
+        ]
 
     @property
     def iterations(self) -> int | None:
@@ -413,7 +419,7 @@ def load_trainable(spec: str, beside: str | None = None, place: str = "trainable
 
     Args:
         spec: the words.
-        beside: a file in whose directory a relative path is looked for after the working directory.
+        beside: a directory where a relative path is looked for after the working directory.
         place: where the words stand, for messages.
 
     Raises:
@@ -445,7 +451,7 @@ def load_trainable(spec: str, beside: str | None = None, place: str = "trainable
 def _load_file(path: str, beside: str | None, place: str) -> Any:
     file = Path(path)
     if not file.is_file() and beside is not None and not file.is_absolute():
-        file = Path(beside).parent / path
+        file = Path(beside) / path
     if not file.is_file():
         raise ConfigError(f"{place}: there is no file {path} in {os.getcwd()}")
     file = file.resolve()

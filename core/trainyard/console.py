@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,8 +84,7 @@ class Tee(io.TextIOBase):
 def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
     """Copy ``sys.stdout`` and ``sys.stderr`` into files, to which is appended; both may be one file.
 
-    The redirection is the process', as the streams are. Warnings of the ``trainyard`` logger go to the stderr copy
-    too. What subprocesses or C code print is not captured.
+    The redirection is the process', as the streams are. What subprocesses or C code print is not captured.
 
     Args:
         stdout, stderr: the files; None leaves that stream alone.
@@ -102,18 +100,11 @@ def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
             tee = Tee(before, files[path])
             tees[name] = (before, tee)
             setattr(sys, name, tee)
-    handler: logging.Handler | None = None
-    if stderr is not None:
-        handler = logging.StreamHandler(files[stderr])
-        handler.setFormatter(logging.Formatter("[%(levelname)s %(asctime)s] %(filename)s: %(lineno)d  %(message)s"))
-        logging.getLogger("trainyard").addHandler(handler)
     try:
         yield
     finally:
         for name, (before, tee) in tees.items():
             if getattr(sys, name) is tee:  # else somebody redirected on top of us, and restores us later
                 setattr(sys, name, before)
-        if handler is not None:
-            logging.getLogger("trainyard").removeHandler(handler)
         for file in files.values():
             file.close()

@@ -19,6 +19,7 @@ from trainyard.active_run import Run, how_it_ended, new_run, open_new_run
 from trainyard.checkpoint import Checkpoint
 from trainyard.config import (
     RunConfig,
+    Source,
     StopRule,
     load_trainable,
     open_storage,
@@ -143,17 +144,20 @@ def start_run(
     )
 
 
-def execute(config: RunConfig, callbacks: Sequence[object] = (), *, beside: str | None = None) -> RunResult:
+def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source | None = None) -> RunResult:
     """Run what a config says.
 
     Args:
         config: validated.
         callbacks: plugin objects for the training process.
-        beside: the YAML file it came from, beside which trainables are looked for too.
+        source: the YAML file it came from, for the places of mistakes; trainables are looked for beside it too.
     """
-    trainable = load_trainable(config.trainable, beside) if isinstance(config.trainable, str) else config.trainable
-    name = _check_trainable(trainable, config.checkpoint)
-    resolved = resolve_environment(config.config)
+    place = source.place if source else str
+    trainable = config.trainable
+    if isinstance(trainable, str):
+        trainable = load_trainable(trainable, source.directory if source else None, place("trainable"))
+    name = _check_trainable(trainable, config.checkpoint, place)
+    resolved = resolve_environment(config.config, place("config"))
     if resolved == config.config:
         resolved = config.config  # the user's own object
     root = open_storage(config.storage).path(config.experiment).parent
@@ -161,7 +165,7 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), *, beside: str 
     options: dict[str, Any] = {
         "config": resolved,
         "written_config": config.config,
-        "trackers": tracker_specs(config.trackers),
+        "trackers": tracker_specs(config.trackers, place),
         "callbacks": [plugins.hold(type(callback).__name__, callback) for callback in callbacks],
         "policy": config.checkpoint,
         "stop": StopRule(config.stop),
@@ -180,7 +184,7 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), *, beside: str 
         return _Attempts(opened, trainable, config).run()
 
 
-def _check_trainable(trainable: Any, policy: CheckpointPolicy) -> str:
+def _check_trainable(trainable: Any, policy: CheckpointPolicy, place: Callable[[str], str]) -> str:
     """The trainable's name.
 
     Raises:
@@ -188,7 +192,9 @@ def _check_trainable(trainable: Any, policy: CheckpointPolicy) -> str:
     """
     if isinstance(trainable, type):
         if not issubclass(trainable, Trainable):
-            raise ConfigError(f"trainable: {trainable.__name__} is a class, but no subclass of trainyard.Trainable")
+            raise ConfigError(
+                f"{place('trainable')}: {trainable.__name__} is a class, but no subclass of trainyard.Trainable"
+            )
         can_save = trainable.save_checkpoint is not Trainable.save_checkpoint
         mend = f"override {trainable.__name__}.save_checkpoint"
         if issubclass(trainable, FunctionTrainable):
@@ -196,13 +202,13 @@ def _check_trainable(trainable: Any, policy: CheckpointPolicy) -> str:
     else:
         if not callable(trainable):
             raise ConfigError(
-                f"trainable: {trainable!r} is no trainable: a Trainable class, a function, or module:name"
+                f"{place('trainable')}: {trainable!r} is no trainable: a Trainable class, a function, or module:name"
             )
         check_signature(trainable)
         can_save, mend = False, "a function saves by report(metrics, checkpoint=...)"
     asked = "every" if policy.every else "at_end" if policy.at_end else None
     if asked and not can_save:
-        raise ConfigError(f"checkpoint.{asked}: this trainable cannot be saved from outside: {mend}")
+        raise ConfigError(f"{place(f'checkpoint.{asked}')}: this trainable cannot be saved from outside: {mend}")
     return str(getattr(trainable, "__name__", type(trainable).__name__))
 
 

@@ -6,6 +6,7 @@ one is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -29,14 +30,6 @@ _KINDS = {
     "on_result": "callback",
     "should_stop": "callback",
 }
-_EXTRAS = {
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
-    "s3": "s3",
-    "gs": "gcs",
-    "az": "azure",
-    "ray": "ray",
-}  # names that a bundled extra brings, for the hint in the error
 
 
 class Installed(NamedTuple):
@@ -122,14 +115,21 @@ def find(name: str, what: str = "plugin", where: str = "") -> Installed:
     """
     found = [plugin for plugin in installed() if plugin.name == name]
     if not found:
-        message = unknown(what, name, {plugin.name for plugin in installed()}, label="installed")
-        if name in _EXTRAS:
-            message += f"; for {name!r}: pip install 'trainyard[{_EXTRAS[name]}]'"
-        raise PluginNotFound(_at(where) + message)
+        raise PluginNotFound(_at(where) + unknown(what, name, _names_of_kind(what), label="installed"))
     if len(found) > 1:
         both = " and ".join(f"{plugin.place} ({plugin.module})" for plugin in found)
         raise PluginBroken(f"{_at(where)}the {what} {name!r} is offered by {both}: uninstall one of them")
     return found[0]
+
+
+def _names_of_kind(what: str) -> list[str]:
+    """The installed plugins of a kind, for a message; those that cannot be imported are left out."""
+    names = []
+    for plugin in installed():
+        with contextlib.suppress(Exception):
+            if what == "plugin" or what in kind_of(hooks_of(plugin.entry_point.load())):
+                names.append(plugin.name)
+    return names
 
 
 def load_class(name: str, what: str = "plugin", where: str = "") -> type:

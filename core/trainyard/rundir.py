@@ -56,7 +56,7 @@ class RunRecord(msgspec.Struct):
         tags: free words of the user.
         settings: the rest of the run's configuration (stop, trackers, checkpoint ...), redacted: what a resume needs.
         created: seconds since the epoch.
-        host, python, trainyard: where it was made.
+        host, directory, python, trainyard: where it was made; `directory` was the working directory.
         git: None outside of a repository.
         status: as it was last written; a run that was killed still says ``running`` here.
     """
@@ -70,6 +70,7 @@ class RunRecord(msgspec.Struct):
     tags: dict[str, str] = {}
     settings: dict[str, Any] = {}
     host: str = msgspec.field(default_factory=platform.node)
+    directory: str = msgspec.field(default_factory=os.getcwd)
     python: str = msgspec.field(default_factory=platform.python_version)
     trainyard: str = ""
     git: GitState | None = None

@@ -52,9 +52,16 @@ def cli() -> None:
     """Run training, and never lose what it found out."""
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what is standard error at that moment: the live line and the copies of ``log_to_file`` stand in for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def main() -> None:
     """The entry point of the console script."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_StderrHandler()])
     sys.exit(call(sys.argv[1:]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -25,7 +26,8 @@ class ProgressLine:
     """
 
     def __init__(self, total: int | None) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        # the stream itself: `sys.stderr` may become a copying one while the line is live
+        self.console = Console(file=sys.stderr, highlight=False)
         self._total = total
         self._began = time.perf_counter()
         self._first: int | None = None

@@ -38,7 +38,7 @@ def run(file: str, overrides: tuple[str, ...], resume: bool) -> int:
     apply_overrides(source, overrides)
     if resume:
         source.data["resume"] = "must"
-    return _run(parse_config(source.data, source), file)
+    return _run(parse_config(source.data, source), source)
 
 
 @click.command()
@@ -62,7 +62,7 @@ def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
         "tags": record.tags,
         "resume": "must",
     }
-    source = Source(f"{found.path}/run.json", data, {})
+    source = Source(f"{found.path}/run.json", record.directory, data, {})
     apply_overrides(source, overrides)
     for path, value in flatten({"config": data["config"], "trackers": _mapping(data.get("trackers"))}):
         if isinstance(value, str) and REDACTED in value:
@@ -70,17 +70,17 @@ def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
             raise ConfigError(
                 f"{key} was kept secret, so it is not on record: give it again with --set {key}=... (or as ${{env:NAME}})"
             )
-    return _run(parse_config(data, source), None)
+    return _run(parse_config(data, source), source)
 
 
 def _mapping(trackers: Any) -> dict[str, Any]:
     return trackers if isinstance(trackers, dict) else {}
 
 
-def _run(config: RunConfig, file: str | None) -> int:
+def _run(config: RunConfig, source: Source) -> int:
     progress = ProgressLine(StopRule(config.stop).iterations)
     with progress:
-        result = execute(config, [progress], beside=file)
+        result = execute(config, [progress], source)
     _summarise(result)
     return _EXIT_CODES[result.status]
 

@@ -103,8 +103,9 @@ class Source(msgspec.Struct):
 
     def place(self, path: str) -> str:
         """``file:line: path`` for a key path, or for the nearest one above it; ``--set path`` for an override."""
-        if any(path == key or path.startswith(f"{key}.") for key in self.overridden):
-            return f"--set {path}"
+        for key in self.overridden:
+            if f"{path}.".startswith(f"{key}.") or (path and path not in self.lines and key.startswith(f"{path}.")):
+                return f"--set {path}"
         at = path
         while at and at not in self.lines:
             at = at.rpartition(".")[0]

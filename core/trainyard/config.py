@@ -397,7 +397,6 @@ def _check_is_tracker(plugin: plugins.Plugin, where: str) -> None:
         raise ConfigError(f"{where}: the plugin {plugin.name!r} is a {plugins.kind_of(plugin.hooks)}, not a tracker")
 
 
-@functools.lru_cache(maxsize=16)
 def open_storage(url: str) -> LocalStore:
     """Open the store that a path or URL names. Only the plugin of its scheme is loaded.
 

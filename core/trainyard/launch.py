@@ -171,17 +171,23 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
         "stop": StopRule(config.stop),
         "resources": _resources(config, trainable),
     }
-    if existing is not None:
-        opened = Run(existing, **options)
-    else:
-        spec = (
-            config.trainable if isinstance(config.trainable, str) else f"{getattr(trainable, '__module__', '')}:{name}"
-        )
-        directory, record = new_run(root, config.experiment, spec, config.name, config.config, **_settings(config))
-        record.tags = config.tags
-        opened = Run(directory, record, **options)
-    with _captured(config.log_to_file, Path(opened.path)), _working_directory(opened.path if config.chdir else None):
-        return _Attempts(opened, trainable, config).run()
+    with _Signals() as signals:
+        if existing is not None:
+            opened = Run(existing, **options)
+        else:
+            spec = (
+                config.trainable
+                if isinstance(config.trainable, str)
+                else f"{getattr(trainable, '__module__', '')}:{name}"
+            )
+            directory, record = new_run(root, config.experiment, spec, config.name, config.config, **_settings(config))
+            record.tags = config.tags
+            opened = Run(directory, record, **options)
+        with (
+            _captured(config.log_to_file, Path(opened.path)),
+            _working_directory(opened.path if config.chdir else None),
+        ):
+            return _Attempts(opened, trainable, config, signals).run()
 
 
 def _check_trainable(trainable: Any, policy: CheckpointPolicy, place: Callable[[str], str]) -> str:
@@ -259,40 +265,35 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 class _Attempts:
     """One run, tried as often as its failure policy allows."""
 
-    def __init__(self, run: Run, trainable: Any, config: RunConfig) -> None:
+    def __init__(self, run: Run, trainable: Any, config: RunConfig, signals: _Signals) -> None:
         self.run_ = run
         self.trainable = trainable
         self.policy = config.checkpoint
         self.failures_left = config.failures.max_failures
         self.stop_rule = run.stop if isinstance(run.stop, StopRule) else None
         self.saved_at = run.counters.iteration if run.start_checkpoint else -1
-        self.signals = _Signals()
+        self.signals = signals
 
     def run(self) -> RunResult:
         run = self.run_
-        with self.signals:
-            while True:
-                error: BaseException | None = None
-                try:
-                    with run.current():
-                        self._train()
-                except BaseException as raised:
-                    error = raised
-                status, error = how_it_ended(error)
-                if status == "failed" and isinstance(error, Exception) and self.failures_left != 0:
-                    self._go_back(error)
-                    continue
-                if status == "completed" and self.signals.status is not None:
-                    status = self.signals.status
-                try:
-                    result = run.finish(status, error)
-                except BaseException as unfinished:
-                    if error is not None:
-                        raise unfinished from error
-                    raise
-                if status == "interrupted" and self.signals.status is None:
-                    raise KeyboardInterrupt
-                return result
+        while True:
+            error: BaseException | None = None
+            try:
+                self.signals.armed = True
+                with run.current():
+                    self._train()
+            except BaseException as raised:
+                error = raised
+            status, error = how_it_ended(error)
+            if status == "failed" and isinstance(error, Exception) and self.failures_left != 0:
+                self._go_back(error)
+                continue
+            if status == "completed" and self.signals.status is not None:
+                status = self.signals.status
+            result = run.finish(status, error)
+            if status == "interrupted" and self.signals.status is None:
+                raise KeyboardInterrupt  # it was pressed twice
+            return result
 
     def _go_back(self, error: Exception) -> None:
         """Note the failure, and stand at the newest good checkpoint."""
@@ -373,16 +374,23 @@ class _Attempts:
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM as a wish to stop after the current step, while the main thread is ours."""
+    """Ctrl-C and SIGTERM as a wish to stop after the current step, while the main thread is ours.
+
+    Attributes:
+        status: what the run is to end as, once there was a signal.
+        armed: a second Ctrl-C may raise KeyboardInterrupt now; while a run is being opened it must not.
+    """
 
     def __init__(self) -> None:
         self.status: Status | None = None
+        self.armed = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
@@ -390,7 +398,7 @@ class _Signals:
 
     def _note(self, number: int, frame: object) -> None:
         if self.status is not None:
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and self.armed:
                 self.status = None  # run() raises it again
                 raise KeyboardInterrupt
             return

@@ -153,9 +153,8 @@ def test_storage_that_cannot_be_written(project, capsys):
 def test_a_stop_metric_with_a_typing_mistake_is_told(project, capsys, caplog):
     """A threshold on a metric that no result has would never stop the run, so it is told after the first result."""
     assert call(["run", "steps.yaml", "--set", "stop.los=0"]) == 0
-    assert [r.message.split(";")[0] for r in caplog.records if "los" in r.message][0].startswith(
-        "stop: unknown metric 'los': did you mean 'loss'?"
-    )
+    told = next(r.message for r in caplog.records if "los" in r.message)
+    assert told.startswith("stop: unknown metric 'los': did you mean 'loss'?")
 
 
 def test_runs_and_show_are_tables_and_json(project, capsys):

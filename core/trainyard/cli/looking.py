@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.columns import Columns
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -32,8 +31,7 @@ from trainyard.records import Result
 from trainyard.rundir import RunResult, list_runs, open_run
 from trainyard.values import flatten, strict_json
 
-_PLOT_HEIGHT = 8
-_PLOT_MARGIN = 14  # what the labels of the y axis take
+_CURVE_WIDTH, _CURVE_HEIGHT = 60, 4
 
 
 @click.command()
@@ -138,7 +136,7 @@ def _show_identity(out: Console, run: RunResult, history: list[Result]) -> None:
     facts.add_row("trainable", escape(record.trainable))
     if record.git:
         facts.add_row("commit", record.git.commit[:12] + ("  (with changes)" if record.git.dirty else ""))
-    facts.add_row("directory", escape(run.path))
+    facts.add_row("directory", escape(shown_path(run.path)))
     if history:
         last = history[-1].metrics
         facts.add_row(
@@ -155,43 +153,48 @@ def _show_metrics(out: Console, history: list[Result]) -> None:
     if not series:
         return
     rows = table("metric", ">first", ">last", ">min", ">max")
-    for name, points in series.items():
-        values = [value for _, value in points]
-        finite = [value for value in values if not math.isnan(value)] or [float("nan")]
-        rows.add_row(escape(name), number(values[0]), number(values[-1]), number(min(finite)), number(max(finite)))
+    for name, values in series.items():
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        rows.add_row(escape(name), *map(number, (values[0], values[-1], min(finite), max(finite))))
     out.print()
     out.print(rows)
-    drawable = [name for name in main_metrics(history[-1].metrics) if len(series.get(name, [])) > 1]
-    if drawable:
-        width = max(30, min(60, out.width // min(2, len(drawable)) - 2))
-        plots = [_plot(name, series[name], width) for name in drawable]
-        out.print()
-        out.print(Columns([plot for plot in plots if plot is not None], padding=(0, 2)))
+    for name in main_metrics(history[-1].metrics):
+        if len(series.get(name, [])) > 1:
+            _draw(out, name, series[name])
 
 
-def _series(history: list[Result]) -> dict[str, list[tuple[int, float]]]:
-    series: dict[str, list[tuple[int, float]]] = {}
+def _series(history: list[Result]) -> dict[str, list[float]]:
+    series: dict[str, list[float]] = {}
     for result in history:
         for name, value in user_metrics(result.metrics).items():
-            series.setdefault(name, []).append((result.step, value))
+            series.setdefault(name, []).append(value)
     return series
 
 
-def _plot(name: str, points: list[tuple[int, float]], width: int) -> Text | None:
-    import plotille
+def _draw(out: Console, name: str, values: list[float]) -> None:
+    """A curve over all results, its highest and lowest value at the side."""
+    from sparklines import sparklines
 
-    drawn = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(drawn) < 2:
-        return None
-    stride = max(1, len(drawn) // (4 * width))  # more points than the terminal can show only cost time
-    figure = plotille.Figure()
-    figure.width, figure.height = width - _PLOT_MARGIN, _PLOT_HEIGHT
-    figure.color_mode = "names"
-    figure.x_label, figure.y_label = "iteration", name
-    figure.x_ticks_fkt = lambda low, high: number(round(low))
-    figure.y_ticks_fkt = lambda low, high: number(low)
-    figure.plot([x for x, _ in drawn[::stride]], [y for _, y in drawn[::stride]], lc="cyan")
-    return Text.from_ansi(figure.show())
+    width = min(_CURVE_WIDTH, out.width - 16)
+    columns = _as_wide_as(values, width)
+    known = [value for value in columns if value is not None]
+    if not known:
+        return
+    lines = sparklines(columns, num_lines=_CURVE_HEIGHT)
+    sides = [number(max(known)), *[""] * (len(lines) - 2), number(min(known))]
+    out.print(f"\n{escape(name)}")
+    for side, line in zip(sides, lines, strict=True):
+        out.print(f"[dim]{side:>12}[/]  [cyan]{line}[/]")
+
+
+def _as_wide_as(values: list[float], width: int) -> list[float | None]:
+    """The curve in so many columns: means of neighbours, or each value several times; None for a gap."""
+    columns: list[float | None] = []
+    for i in range(width):
+        low = i * len(values) // width
+        part = [value for value in values[low : max(low + 1, (i + 1) * len(values) // width)] if math.isfinite(value)]
+        columns.append(sum(part) / len(part) if part else None)
+    return columns
 
 
 def _show_trackers(out: Console, run: RunResult, history: list[Result]) -> None:

@@ -13,7 +13,7 @@ import click
 from rich.markup import escape
 
 from trainyard.cli.progress import ProgressLine
-from trainyard.cli.tables import coloured, console, duration, metrics_line, table
+from trainyard.cli.tables import coloured, console, duration, metrics_line, shown_path, table
 from trainyard.config import RunConfig, Source, StopRule, apply_overrides, parse_config, read_yaml
 from trainyard.errors import ConfigError
 from trainyard.launch import execute
@@ -98,7 +98,7 @@ def _summarise(result: RunResult) -> None:
         facts.add_row(
             "result", escape(f"iteration {metrics['training_iteration']}  {metrics_line(metrics)}  in {took}")
         )
-    facts.add_row("directory", escape(_shown(result.path)))
+    facts.add_row("directory", escape(shown_path(result.path)))
     written = [
         name for name in ("result.json", "progress.csv", "stdout", "error.txt") if Path(result.path, name).exists()
     ]
@@ -111,31 +111,24 @@ def _summarise(result: RunResult) -> None:
             )
     if result.checkpoint is not None:
         facts.add_row(
-            "checkpoint", escape(f"{_shown(result.checkpoint.path)}  (iteration {result.checkpoint.iteration})")
+            "checkpoint", escape(f"{shown_path(result.checkpoint.path)}  (iteration {result.checkpoint.iteration})")
         )
     out.print()
     out.print(facts)
     out.print()
-    place, trainyard = shlex.quote(_shown(result.path)), _command()
+    place, trainyard = shlex.quote(shown_path(result.path)), _command()
     next_up = table("", "")
     next_up.show_header = False
     next_up.add_row("[dim]look at it[/]", f"{trainyard} show {place}")
     if result.status != "completed":
         next_up.add_row("[dim]go on[/]", f"{trainyard} resume {place}")
     next_up.add_row(
-        "[dim]all runs[/]", f"{trainyard} runs --storage {shlex.quote(_shown(str(Path(result.path).parent.parent)))}"
+        "[dim]all runs[/]",
+        f"{trainyard} runs --storage {shlex.quote(shown_path(str(Path(result.path).parent.parent)))}",
     )
     out.print(next_up)
 
 
 def _command() -> str:
     """How to call us: by name where that is found, else by the path that we were called by."""
-    return "trainyard" if shutil.which("trainyard") else shlex.quote(_shown(os.path.abspath(sys.argv[0])))
-
-
-def _shown(path: str) -> str:
-    """A path as one would type it here."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+    return "trainyard" if shutil.which("trainyard") else shlex.quote(shown_path(os.path.abspath(sys.argv[0])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -78,6 +79,14 @@ def duration(seconds: float) -> str:
 def ago(moment: float) -> str:
     """How long ago a moment was."""
     return f"{duration(max(0.0, time.time() - moment))} ago"
+
+
+def shown_path(path: str) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
 
 
 def coloured(status: str) -> str:

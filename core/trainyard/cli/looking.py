@@ -22,6 +22,7 @@ from trainyard.cli.tables import (
     main_metrics,
     metrics_line,
     number,
+    shown_path,
     size,
     table,
     user_metrics,

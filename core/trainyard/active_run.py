@@ -60,6 +60,15 @@ DRAIN_S = 30.0
 _current: contextvars.ContextVar[Run | None] = contextvars.ContextVar("trainyard_run", default=None)
 _open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
+
+def _after_fork_in_child() -> None:
+    for run in _open_runs:
+        run._lock = threading.RLock()  # a thread that is not here may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
 CheckpointSource = dict[Any, Any] | str | os.PathLike[str] | Checkpoint | Callable[[Staging], None]
 
 
@@ -150,6 +159,8 @@ class Run:
             self.delivery = Delivery(self.info, list(trackers))
             self.delivery.start()
         except BaseException:
+            if hasattr(self, "_journal"):
+                self._journal.close()
             directory.lock.release()
             raise
         _open_runs.add(self)
@@ -396,9 +407,11 @@ class Run:
         Raises:
             JournalError: results are still waiting for room on the disk, and none came within 30 s.
         """
+        if self._owner != os.getpid():
+            return RunResult(self.path, error)  # a forked child leaves its parent's run
         self._git_thread.join()  # a few ms, once a process; git itself has a deadline
         with self._lock:
-            if self._ended is not None or self._owner != os.getpid():
+            if self._ended is not None:
                 return RunResult(self.path, error)
             self._ended = status
         _open_runs.discard(self)
@@ -410,7 +423,10 @@ class Run:
             self._journal.append(EndedRecord(seq=self.seq, time=time.time(), status=status, error=message))
             self._close_journal()
             self.record.status = status
-            self._directory.write(self.record)
+            try:
+                self._directory.write(self.record)
+            except OSError as why:  # the journal has it
+                logger.warning("cannot write %s: %s", self._directory.json, why.strerror)
         finally:
             self.delivery.drain(DRAIN_S)
             self._directory.lock.release()
@@ -425,8 +441,11 @@ class Run:
 
     def note_error(self, error: BaseException) -> None:
         """Append a traceback to ``error.txt``."""
-        with open(self._directory.error, "a", encoding="utf-8") as file:
-            file.write("".join(traceback.format_exception(error)))
+        try:
+            with open(self._directory.error, "a", encoding="utf-8") as file:
+                file.write("".join(traceback.format_exception(error)))
+        except OSError as why:
+            logger.warning("cannot write %s: %s", self._directory.error, why.strerror)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[Run]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -151,16 +150,16 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
-    """Write or replace a small file: readers see the old content or the new, never a part.
+    """Write or replace a small file: readers see the old content or the new, never a part. One writer at a time.
 
     Args:
         path: its directory exists.
         data: the whole content, or its pieces.
         durable: fsync file and directory; without it a power cut may bring the old content back.
     """
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    staged = path.with_name(f".{path.name}.tmp")
     try:
-        with open(staged, "xb") as file:
+        with open(staged, "wb") as file:
             for piece in [data] if isinstance(data, bytes) else data:
                 file.write(piece)
             if durable:

@@ -270,7 +270,8 @@ class JournalWriter:
                 try:
                     self.sync()
                 except JournalError as error:
-                    logger.debug("%s", error)
+                    if not self._waiting:  # a full disk was told of when it filled up
+                        logger.warning("%s", error)
 
     def _disown(self) -> None:
         if self._fd >= 0:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import platform
+import time
 import weakref
 from pathlib import Path
 
 __all__ = ["FileLock"]
+
+logger = logging.getLogger("trainyard")
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
@@ -34,9 +39,13 @@ class FileLock:
         self._fd = -1
 
     def acquire(self) -> bool:
-        """Take the lock without waiting. Returns whether we have it."""
+        """Take the lock. Returns whether we have it, within a tenth of a second."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _try_lock(fd):
+        for wait in (0.01, 0.03, 0.06, 0.0):
+            if _try_lock(fd):
+                break
+            time.sleep(wait)  # somebody may only be asking whether it is free
+        else:
             os.close(fd)
             return False
         os.ftruncate(fd, 0)
@@ -88,6 +97,10 @@ def _try_lock(fd: int) -> bool:
             import fcntl
 
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+            return False
+        logger.warning(
+            "this filesystem has no locks (%s): keep other processes away from what this one writes", error.strerror
+        )
     return True

@@ -481,14 +481,11 @@ class Run:
 
     def _close_journal(self) -> None:
         deadline = time.monotonic() + DRAIN_S
-        while True:
-            try:
-                self._journal.close()
-                return
-            except JournalError:
-                if not self._journal.waiting or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+        while self._journal.waiting and time.monotonic() < deadline:
+            with contextlib.suppress(JournalError):
+                self._journal.sync()
+            time.sleep(0.2)
+        self._journal.close()
 
     def _note_git_state(self) -> None:
         state = git_state()

@@ -25,7 +25,7 @@ from trainyard.errors import CheckpointCorrupt, CheckpointError
 from trainyard.files import HashingWriter, hash_bytes, hash_file, sync_directory, sync_file, write_atomic
 from trainyard.results import Counters
 from trainyard.state import TREE_NAME, load_state, save_state
-from trainyard.values import flatten, parse_nonfinite, strict_json
+from trainyard.values import flatten, strict_metrics, with_nonfinite
 from trainyard.version import __version__
 
 __all__ = ["MANIFEST_NAME", "Checkpoint", "FileEntry", "Manifest", "Staging", "local_path"]
@@ -71,6 +71,7 @@ class Manifest(msgspec.Struct, rename={"self_hash": "self"}):
         files: every file but this one.
         pickled: the leaves of the state that need pickle.
         writer: host, pid and versions.
+        nonfinite: the metrics, by path, that are one of the strings which stand for NaN and the infinities.
         restore_path: the file in it that an old-style ``_save`` returned, for its ``_restore``; else empty.
         self_hash: in the file named ``self``: the hash of all the rest.
     """
@@ -89,13 +90,15 @@ class Manifest(msgspec.Struct, rename={"self_hash": "self"}):
     format: str = FORMAT
     version: int = VERSION
     self_hash: str = ""
+    nonfinite: list[str] = []
     restore_path: str = ""
 
     def encode(self) -> bytes:
         """The content of ``manifest.json``, its own hash included."""
-        self.self_hash = ""
-        self.self_hash = hash_bytes(strict_json(msgspec.to_builtins(self), _sorted_json))
-        return msgspec.json.format(strict_json(msgspec.to_builtins(self))) + b"\n"
+        metrics, self.nonfinite = strict_metrics(self.metrics)
+        rest = {**msgspec.to_builtins(msgspec.structs.replace(self, metrics={})), "metrics": metrics, "self": ""}
+        self.self_hash = hash_bytes(_sorted_json(rest))
+        return msgspec.json.format(msgspec.json.encode({**rest, "self": self.self_hash})) + b"\n"
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Manifest:
@@ -117,11 +120,11 @@ class Manifest(msgspec.Struct, rename={"self_hash": "self"}):
             if hash_bytes(_sorted_json({**raw, "self": ""})) != said:
                 raise CheckpointCorrupt(f"{where} does not match its own hash")
             manifest = msgspec.convert(raw, cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         for path in [entry.path for entry in manifest.files] + [manifest.restore_path] * bool(manifest.restore_path):
             refuse_escape(path, where)
-        manifest.metrics = parse_nonfinite(manifest.metrics)
+        manifest.metrics = with_nonfinite(manifest.metrics, set(manifest.nonfinite))
         return manifest
 
 
@@ -221,19 +224,25 @@ class Checkpoint:
     def _check(self, entry: FileEntry) -> str | None:
         path = Path(self.path) / entry.path
         try:
+            if os.path.realpath(path) != os.path.join(os.path.realpath(self.path), *entry.path.split("/")):
+                return f"{path} is a link, or below one"
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 return f"{path} is not a plain file"
             size = os.path.getsize(path)
             if size != entry.size:
                 return f"{path} has {size:,} bytes, its manifest says {entry.size:,}"
             digest = hash_file(path)[1]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
         return None if digest == entry.hash else f"{path} is damaged: its hash is not the one in the manifest"
 
     @property
     def holds_state(self) -> bool:
         """Whether it holds a dict state, rather than only files."""
+        if self.committed:  # a state that merely lies beside the files was never verified
+            return any(entry.path == TREE_NAME for entry in self.manifest.files)
         return os.path.isfile(os.path.join(self.path, TREE_NAME))
 
     def load(self, *, only: Collection[str] | None = None, allow_pickle: bool = False) -> Any:
@@ -274,7 +283,14 @@ class Checkpoint:
 
             path = tempfile.mkdtemp(prefix="checkpoint_")
         with self.as_directory() as source:
-            shutil.copytree(source, path, dirs_exist_ok=True)
+            names = _files_below(Path(source))
+            if self.committed:
+                known = {entry.path for entry in self.manifest.files} | {MANIFEST_NAME, METADATA_NAME}
+                names = [name for name in names if name in known]
+            for name in names:
+                target = Path(path, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(source, name), target)
         return os.fspath(path)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -402,7 +418,7 @@ class Staging:
         Raises:
             CheckpointError: links among the files, or `target` is taken by something else.
         """
-        names = _files_below(self.path)
+        names = [name for name in _files_below(self.path) if name != METADATA_NAME]
         if MANIFEST_NAME in names:
             raise CheckpointError(f"a file of the checkpoint is named {MANIFEST_NAME}, the name of its manifest")
         with ThreadPoolExecutor(1 if len(names) < 4 else _WORKERS) as pool:
@@ -458,13 +474,28 @@ def _files_below(directory: Path) -> list[str]:
             if not stat.S_ISREG(mode):
                 kind = "a link" if stat.S_ISLNK(mode) else "not a plain file"
                 raise CheckpointError(f"{path} is {kind}: a checkpoint holds plain files only")
-            out.append(path.relative_to(directory).as_posix())
+            out.append(_checked_name(path.relative_to(directory)))
     return sorted(out)
+
+
+def _checked_name(relative: Path) -> str:
+    """A file's name as it stands in a manifest, if it can stand there."""
+    name = relative.as_posix()
+    try:
+        name.encode()
+        refuse_escape(name, "a checkpoint")
+    except (UnicodeEncodeError, CheckpointCorrupt):
+        raise CheckpointError(
+            f"a checkpoint cannot hold a file named {name!r}: use UTF-8 without a backslash"
+        ) from None
+    return name
 
 
 def _publish(staged: Path, target: Path) -> None:
     """Rename a staged directory to its final name; one that is in the way moves aside first."""
     aside = None
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint is a directory")
     if target.exists() and any(target.iterdir()):
         if not (target / MANIFEST_NAME).is_file():
             raise CheckpointError(f"{target} holds other files: save into a new or empty directory")
@@ -483,7 +514,7 @@ def _publish(staged: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def score(metrics: dict[str, Any], metric: str | None, mode: str) -> float:
+def score(metrics: dict[str, Any], metric: str | None, mode: str) -> tuple[bool, float]:
     """How good a checkpoint is, more is better; one without a usable number ranks worst in both modes.
 
     Args:
@@ -492,10 +523,10 @@ def score(metrics: dict[str, Any], metric: str | None, mode: str) -> float:
         mode: ``max`` or ``min``.
     """
     if metric is None:
-        return 0.0
+        return True, 0.0
     value = metrics.get(metric)
     if value is None:
         value = dict(flatten(metrics)).get(metric)
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        return -math.inf
-    return float(value) if mode == "max" else -float(value)
+        return False, 0.0
+    return True, float(value) if mode == "max" else -float(value)

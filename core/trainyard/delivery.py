@@ -111,7 +111,7 @@ class LaneState(msgspec.Struct):
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             logger.warning("cannot read %s (%s): delivering that run from its beginning", path, error)
             return None
 

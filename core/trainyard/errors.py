@@ -95,6 +95,9 @@ class Rejected(TrainyardError):
         self.seqs = list(seqs)
         self.why = why
 
+    def __reduce__(self) -> tuple[type[Rejected], tuple[list[int], str]]:
+        return Rejected, (self.seqs, self.why)
+
 
 class StoreError(TrainyardError):
     """A checkpoint store could not do what it was asked."""

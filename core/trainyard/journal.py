@@ -160,11 +160,11 @@ class JournalWriter:
         payload = _encode(record)
         frame = _pack(len(payload), zlib.crc32(payload)) + payload
         with self._lock:
+            if self._fd < 0:
+                raise JournalError(self._why_closed())
             if self._waiting:
                 self._waiting.append(frame)
                 return
-            if self._fd < 0:
-                raise JournalError(self._why_closed())
             try:
                 written = os.write(self._fd, frame)
             except OSError as error:
@@ -221,7 +221,7 @@ class JournalWriter:
     def _mend(self) -> int:
         """Cut what a crash left half-written behind the last whole frame. Returns the size."""
         data_size = os.fstat(self._fd).st_size
-        if data_size < len(MAGIC):
+        if data_size < len(MAGIC) and MAGIC.startswith(_pread(self._fd, len(MAGIC), 0)):
             os.ftruncate(self._fd, 0)
             os.write(self._fd, MAGIC)
             os.fsync(self._fd)
@@ -320,7 +320,7 @@ class JournalReader:
         if self.offset == 0:
             magic = _pread(fd, len(MAGIC), 0)
             if magic != MAGIC:
-                if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
+                if MAGIC.startswith(magic):
                     return  # its writer has only just made it
                 raise JournalError(_not_a_journal(self.path, magic))
             self.offset = len(MAGIC)
@@ -351,7 +351,8 @@ class JournalReader:
                 next_offset = self._next_whole_frame(fd, start)
                 if next_offset is None:
                     return
-                logger.warning("skipped %d damaged bytes at %d in %s", next_offset - start, start, self.path)
+                if next_offset > start:
+                    logger.warning("skipped %d damaged bytes at %d in %s", next_offset - start, start, self.path)
                 self.offset = next_offset
             else:
                 want = 8 + _unpack(data, 0)[0]  # one frame that is larger than a chunk
@@ -363,11 +364,14 @@ class JournalReader:
         return bool(length > FRAME_LIMIT or start + 8 + length > os.fstat(fd).st_size or 8 + length <= len(data))
 
     def _next_whole_frame(self, fd: int, start: int) -> int | None:
-        """The offset of the first whole frame behind damage, or None: what lies at `start` is the unfinished end."""
+        """The offset of the first whole frame from `start` on, or None: what lies there is the unfinished end.
+
+        It may be the very one at `start`: a live writer has finished it since it was read.
+        """
         data = _pread(fd, _SEARCH_LIMIT, start)
         size = len(data)
         view = memoryview(data)
-        for position in range(1, size - 8):
+        for position in range(size - 8):
             length, crc = _unpack(data, position)
             end = position + 8 + length
             # a payload is a msgpack map: cheap to tell, and it spares nearly every checksum

@@ -38,9 +38,9 @@ _TEXT_TOKENS = {
     "mask", "max", "memory", "min", "new", "next", "null", "num", "pad", "padding", "per", "prefix", "prompt", "register",
     "sep", "special", "start", "stop", "text", "total", "unk", "use", "vision",
 }  # fmt: skip
-_USER_INFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
+_USER_INFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<info>[^/\s]*)@")
 _QUERY = re.compile(
-    r"(?P<name>[?&;][\w.-]*(?:token|key|secret|signature|sig|password|credential)=)[^&;\s]+", re.IGNORECASE
+    r"(?P<name>[?&;][\w.-]*(?:token|key|secret|signature|sig|password|credential)=)(?P<value>[^&;\s]+)", re.IGNORECASE
 )
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -53,7 +53,7 @@ def is_secret(key: str) -> bool:
     if _SECRET_WORDS.intersection(words):
         return True
     *before, last = words
-    if last == "key":
+    if last in ("key", "keys"):
         return bool(before) and before[-1] in _SECRET_KEYS
     if last == "token":
         return not _TEXT_TOKENS.intersection(before)
@@ -61,36 +61,54 @@ def is_secret(key: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of a config without its secrets.
+    """A copy of a config as it may be written: plain JSON values, without its secrets.
 
     Strings and numbers under a key that names a secret, and the user-info and secret parameters of URLs, become
-    ``<redacted>``. What is written as ``${env:NAME}`` stays: it says where the secret is, not what.
+    ``<redacted>``. What is written as ``${env:NAME}`` stays: it says where the secret is, not what. Numpy scalars and
+    arrays become numbers and lists, paths become strings, and what JSON cannot hold is told by its ``repr``.
     """
     if isinstance(value, Mapping):
         hidden = is_secret(key)
-        return {k: redact(v, key if hidden and not is_secret(str(k)) else str(k)) for k, v in value.items()}
+        return {str(k): redact(v, key if hidden and not is_secret(str(k)) else str(k)) for k, v in value.items()}
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # numpy and its like
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return [redact(item, key) for item in value]
     if isinstance(value, bool) or value is None:
         return value
+    if is_secret(key) and value != "" and not (isinstance(value, str) and _ENVIRONMENT.fullmatch(value)):
+        return REDACTED
     if isinstance(value, str):
-        if value and is_secret(key):
-            return value if _ENVIRONMENT.fullmatch(value) else REDACTED
-        if "://" in value:
-            value = _USER_INFO.sub(_hide_user_info, value)
-            value = _QUERY.sub(rf"\g<name>{REDACTED}", value)
-        return value
-    return REDACTED if is_secret(key) and isinstance(value, int | float | bytes) else value
+        return _without_url_secrets(str.__str__(value)) if "://" in value else str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return int(value) if -(1 << 63) <= value < 1 << 64 else str(value)
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    return repr(value)
 
 
-def _hide_user_info(found: re.Match[str]) -> str:
-    # user:password@ hides the password; a lone user@ may itself be a token, unless it is an ordinary login
-    user, password = found["user"], found["password"]
-    if password is None:
-        return f"{found['scheme']}{user}@" if user in ("git", "hdfs", "root") else f"{found['scheme']}{REDACTED}@"
-    if _ENVIRONMENT.fullmatch(password[1:]):
-        return found[0]
-    return f"{found['scheme']}{user}:{REDACTED}@"
+def _without_url_secrets(text: str) -> str:
+    references: list[str] = []
+
+    def hold(found: re.Match[str]) -> str:
+        references.append(found[0])
+        return f"\0{len(references) - 1}\0"
+
+    def hide(part: str) -> str:
+        return part if re.fullmatch(r"(\0\d+\0)*", part) else REDACTED
+
+    def hide_user_info(found: re.Match[str]) -> str:
+        user, colon, password = found["info"].partition(":")
+        if not colon:  # a lone user may itself be a token, unless it is an ordinary login
+            return found[0] if user in ("git", "hdfs", "root") else f"{found['scheme']}{hide(user)}@"
+        return f"{found['scheme']}{user}:{hide(password)}@"
+
+    text = _ENVIRONMENT.sub(hold, text)
+    text = _USER_INFO.sub(hide_user_info, text)
+    text = _QUERY.sub(lambda found: found["name"] + hide(found["value"]), text)
+    return re.sub(r"\0(\d+)\0", lambda found: references[int(found[1])], text)
 
 
 def resolve_environment(value: Any, where: str = "config") -> Any:

@@ -167,7 +167,7 @@ class RunDirectory:
             return msgspec.json.decode(self.json.read_bytes(), type=RunRecord)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{self.path} is not a run directory: it has no run.json") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.json} is damaged: {error}") from error
 
     def write(self, record: RunRecord) -> None:
@@ -186,14 +186,17 @@ class RunDirectory:
 def last_outcome(path: Path) -> tuple[Status | None, str | None]:
     """The status and error of the last ``ended`` record that nothing follows; ``(None, None)`` without one."""
     directory = RunDirectory(path)
-    last: Any = None
+    lasts: list[Any] = []
     for journal in (directory.journal, directory.sync_journal):
+        last = None
         for record in JournalReader(journal):
-            if isinstance(record, EndedRecord):
-                last = record if last is None or record.time >= last.time else last
-            elif isinstance(record, StartedRecord | ResumedRecord | ResultRecord):
+            if isinstance(record, EndedRecord | StartedRecord | ResumedRecord | ResultRecord):
                 last = record
-    return (last.status, last.error) if isinstance(last, EndedRecord) else (None, None)
+        lasts.append(last)
+    main, sync = lasts
+    if isinstance(sync, EndedRecord) and (main is None or sync.time >= main.time) and not isinstance(main, EndedRecord):
+        main = sync
+    return (main.status, main.error) if isinstance(main, EndedRecord) else (None, None)
 
 
 class RunResult:
@@ -236,9 +239,10 @@ class RunResult:
         """The last result, auto-filled keys included; empty if there is none."""
         last: ResultRecord | None = None
         context: dict[str, Any] = {}
+        context_of_last = context
         for record in JournalReader(self._directory.journal):
             if isinstance(record, ResultRecord):
-                last = record
+                last, context_of_last = record, context
             elif isinstance(record, StartedRecord | ResumedRecord):
                 context = record.context
                 if isinstance(record, ResumedRecord) and last is not None and last.seq > record.keep:
@@ -246,7 +250,7 @@ class RunResult:
         if last is None:  # none at all, or the last ones are superseded and an earlier one counts
             results = self.history()
             return results[-1].metrics if results else {}
-        return {**last.metrics, **context}
+        return {**last.metrics, **context_of_last}
 
     def history(self) -> list[Result]:
         """All results that count, in order; those that a resume superseded are left out."""
@@ -367,6 +371,8 @@ def find_run(name: str, storage: Path) -> RunResult:
     Raises:
         ConfigError: there is none, or several.
     """
+    if not name:
+        raise ConfigError("no run was named: give its directory, its id, the beginning of its id, or its name")
     if (Path(name) / "run.json").is_file():
         return RunResult(name)
     runs = list(list_runs(storage))

@@ -6,7 +6,7 @@ floats, strings and short bytes stand for themselves; everything else is an arra
 ==============================================  ====================================================
 ``["dict", [k, v, k, v, ...]]``                 also ``"ordered"`` for an OrderedDict
 ``["list", [...]]``                             also ``"tuple"``, ``"set"``, ``"frozenset"``
-``["int", "123..."]``                           an integer over 64 bits, in decimal
+``["int", "0x1f..."]``                          an integer over 64 bits, in hexadecimal
 ``["complex", re, im]``, ``["bytearray", b]``
 ``["bytes", buffer]``                           bytes of 64 KiB and more
 ``["array", dtype, shape, order, buffer]``      a numpy array; ``order`` is ``"C"`` or ``"F"``
@@ -20,6 +20,7 @@ floats, strings and short bytes stand for themselves; everything else is an arra
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -101,7 +102,7 @@ class _Encoder:
         if kind in _PLAIN:
             return value if kind is not str else self._string(value, path)
         if kind is int:
-            return value if value in _INT64 else ["int", str(value)]
+            return value if value in _INT64 else ["int", hex(value)]
         if depth > _DEPTH_LIMIT:
             raise CheckpointError(f"state {path!r} is nested deeper than {_DEPTH_LIMIT} levels; does it hold itself?")
         if kind is dict or kind is OrderedDict:
@@ -255,11 +256,24 @@ def load_state(directory: Path, *, only: Collection[str] | None = None, allow_pi
         raise
     except FileNotFoundError as error:
         raise CheckpointCorrupt(f"{error.filename} is missing") from error
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except _SIGNS_OF_DAMAGE as error:
         raise CheckpointCorrupt(f"the state in {directory} is damaged: {error}") from error
     if decoder.only:
         raise CheckpointError(f"the state in {directory} has no {', '.join(sorted(map(repr, decoder.only)))}")
     return state
+
+
+_SIGNS_OF_DAMAGE = (
+    msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError,
+    RecursionError, SyntaxError,
+)  # fmt: skip
+
+
+def _of(kind: type[Any], value: Any) -> Any:
+    """The value, if it is of that type: what a damaged tree hands to a constructor may ask for much more than its size."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
 
 
 class _Decoder:
@@ -269,9 +283,9 @@ class _Decoder:
         self.allow_pickle = allow_pickle
         self.only = only  # what is still to be found
         self.readers: dict[str, Callable[..., Any]] = {
-            "int": int,
+            "int": lambda digits: int(_of(str, digits), 16),
             "complex": complex,
-            "bytearray": bytearray,
+            "bytearray": lambda data: bytearray(_of(bytes, data)),
             "bytes": lambda i: bytes(self._buffer(i)),
             "array": self._array,
             "scalar": self._scalar,
@@ -322,20 +336,27 @@ class _Decoder:
     def _array(self, described: Any, shape: list[int], order: str, buffer: int) -> Any:
         import numpy
 
-        raw = self._buffer(buffer)
+        raw, dtype = self._buffer(buffer), _dtype(described)
+        if math.prod(shape) * dtype.itemsize != len(raw):
+            raise CheckpointCorrupt(f"an array of shape {shape} and {dtype} does not fit its {len(raw)} bytes")
         if not raw:  # numpy.frombuffer takes no empty buffer
-            return numpy.empty(shape, dtype=_dtype(described))
-        flat = numpy.frombuffer(raw, dtype=_dtype(described))
+            return numpy.empty(shape, dtype=dtype)
+        flat = numpy.frombuffer(raw, dtype=dtype)
         return flat.reshape(shape, order="F" if order == "F" else "C")
 
     def _scalar(self, described: Any, raw: bytes) -> Any:
         import numpy
 
-        return numpy.frombuffer(raw, dtype=_dtype(described))[0]
+        dtype = _dtype(described)
+        return numpy.frombuffer(raw, dtype=dtype)[0] if dtype.itemsize else numpy.zeros((), dtype)[()]
 
     def _tensor(self, dtype: str, shape: list[int], grad: bool, buffer: int) -> Any:
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            raise CheckpointError(
+                "the state has torch tensors, and torch is not installed: pip install torch"
+            ) from None
         kind = getattr(torch, dtype)
         if not isinstance(kind, torch.dtype):
             raise CheckpointCorrupt(f"{dtype!r} is no type of tensor")

@@ -129,7 +129,7 @@ class RunCheckpoints:
     @property
     def next_index(self) -> int:
         """The index that the next save gets: one that was never used in this run, not even by a failed one."""
-        taken = [index + 1 for index, _ in self._directories()]
+        taken = [int(found[1]) + 1 for name in self._names() if (found := _NAME.match(name))]  # damaged ones too
         self._next = max([self._next, *taken])
         return self._next
 
@@ -218,11 +218,13 @@ class RunCheckpoints:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _directories(self) -> list[tuple[int, Path]]:
+        return sorted((int(found[1]), self.root / name) for name in self._names() if (found := _NAME.fullmatch(name)))
+
+    def _names(self) -> list[str]:
         try:
-            names = os.listdir(self.root)
+            return os.listdir(self.root)
         except FileNotFoundError:
             return []
-        return sorted((int(found[1]), self.root / name) for name in names if (found := _NAME.match(name)))
 
     def _by_score(self, metric: str | None, mode: str) -> list[Checkpoint]:
         """Worst first; among equals the older first."""

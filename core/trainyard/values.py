@@ -76,7 +76,7 @@ def _value(value: Any, path: str, depth: int) -> Any:
     base: type[Any]
     for base in (float, int, str, bytes):  # numpy.float64 is a float, IntEnum an int, numpy.str_ a str
         if isinstance(value, base):
-            return base(value)
+            return str.__str__(value) if base is str else base(value)  # an Enum's own str() is its name
     if isinstance(value, Mapping):
         return dict(_items(value, path, depth + 1))
     if isinstance(value, list | tuple):
@@ -101,11 +101,12 @@ def _from_array(value: Any, path: str) -> Any:
         value = value.detach()
         value = value.cpu() if value.ndim else value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
         scalar = value.item()
-        if type(scalar) in _PLAIN:
+        if type(scalar) in _PLAIN and kind not in ("m", "M"):  # times may come out as bare integers
             return scalar
-        if isinstance(scalar, float) or "float" in type(scalar).__name__:
-            return float(scalar)  # longdouble and the small floats of ml_dtypes
+        if kind == "f":
+            return float(scalar)  # longdouble
         raise MetricError(f"metric {path!r} is a {_name(value)} of {_name(scalar)}, which cannot be recorded")
     import numpy
 
@@ -205,6 +206,8 @@ def strict_json(value: Any, encode: Callable[[Any], bytes] = _json.encode) -> by
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -214,12 +217,35 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def parse_nonfinite(value: Any) -> Any:
-    """Undo :func:`strict_json` for the three strings that stand for numbers."""
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+def strict_metrics(value: Any) -> tuple[Any, list[str]]:
+    """Metrics as plain JSON values, and the paths of those that are a string in place of NaN or an infinity."""
+    replaced: list[str] = []
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            replaced.append(path)
+            return _finite(value)
+        if isinstance(value, bytes):
+            return msgspec.to_builtins(value)
+        if _numpy_array(value) is not None:
+            value = value.tolist()
+        if isinstance(value, dict):
+            return {k: walk(v, f"{path}/{k}") for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, f"{path}/{i}") for i, v in enumerate(value)]
+        return value
+
+    return walk(value, ""), replaced
+
+
+def with_nonfinite(value: Any, replaced: set[str], path: str = "") -> Any:
+    """Undo :func:`strict_metrics`."""
+    if not replaced:
+        return value
+    if path in replaced and isinstance(value, str):
         return float(value)
     if isinstance(value, dict):
-        return {k: parse_nonfinite(v) for k, v in value.items()}
+        return {k: with_nonfinite(v, replaced, f"{path}/{k}") for k, v in value.items()}
     if isinstance(value, list):
-        return [parse_nonfinite(v) for v in value]
+        return [with_nonfinite(v, replaced, f"{path}/{i}") for i, v in enumerate(value)]
     return value

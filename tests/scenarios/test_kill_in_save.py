@@ -82,13 +82,13 @@ def test_a_checkpoint_is_whole_or_absent(before, tmp_path):
         state = good.load()
         assert good.iteration == state["iteration"]
         assert np.array_equal(np.full(70_000, good.iteration), state["array"])
-        assert "mine" * 5000 == (path / "checkpoints" / f"checkpoint_{good.index:06d}" / "own.txt").read_text()
+        assert (path / "checkpoints" / f"checkpoint_{good.index:06d}" / "own.txt").read_text() == "mine" * 5000
         assert [0, 1][: good.index + 1] == [checkpoint.index for checkpoint in run.checkpoints]
         checkpoints.collect_garbage()
         assert all(name.startswith("checkpoint_") for name in os.listdir(path / "checkpoints"))
         newest.add(good.iteration)
         if code == 0:
             break
-        assert -signal.SIGKILL == code
+        assert code == -signal.SIGKILL
     assert at > 15
     assert {1, 2} == newest

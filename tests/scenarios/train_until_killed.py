@@ -1,6 +1,6 @@
 """What the kill scenarios run: a training that tells on stdout, after each call has returned, what it was promised.
 
-    train_until_killed.py STYLE STORAGE ITERATIONS
+train_until_killed.py STYLE STORAGE ITERATIONS
 """
 
 import os

@@ -103,8 +103,8 @@ class FileStore:
         """See :class:`trainyard.Store`."""
         for key in keys:
             path = self.path(key)
-            with _translated(key):
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(NotFound), _translated(key):
+                path.unlink()
 
     def __repr__(self) -> str:
         return f"FileStore({str(self.root)!r})"

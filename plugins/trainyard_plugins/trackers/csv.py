@@ -17,6 +17,7 @@ from trainyard import Result, RunInfo, flatten, hookimpl
 from trainyard_plugins.trackers._appended import AppendedFile, rewritten
 
 _BATCH = 500
+csv.field_size_limit((1 << 31) - 1)  # a metric may be a long string; the default would refuse to read it back
 
 
 class CsvTracker:

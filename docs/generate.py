@@ -72,7 +72,8 @@ def commands() -> str:
             for name in command.list_commands(click.Context(command)):
                 tell(command.get_command(click.Context(command), name), f"{path} {name}")
             return
-        with click.Context(command, info_name=path) as context:
+        parent = click.Context(cli, info_name=path.rpartition(" ")[0], **cli.context_settings)
+        with click.Context(command, parent=parent, info_name=path.rpartition(" ")[2]) as context:
             context.terminal_width = context.max_content_width = 100
             out.extend([f"## `{path}`", "", "```text", command.get_help(context), "```", ""])
 

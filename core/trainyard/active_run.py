@@ -34,7 +34,7 @@ from trainyard.journal import (
 )
 from trainyard.plugins import Plugin
 from trainyard.records import Result, RunInfo, Status
-from trainyard.redaction import redact
+from trainyard.redaction import hide, redact, secret_values
 from trainyard.resources import Resources
 from trainyard.results import Counters, context
 from trainyard.rundir import (
@@ -88,6 +88,7 @@ class Run:
         policy: which checkpoints to keep.
         stop: says of a result whether the run is to end.
         resources: what it was given.
+        tags: added to those that the run has.
 
     Attributes:
         info: what hooks are told of the run.
@@ -114,6 +115,7 @@ class Run:
         policy: CheckpointPolicy | None = None,
         stop: Callable[[Result], bool] | None = None,
         resources: Resources | None = None,
+        tags: Mapping[str, str] | None = None,
     ) -> None:
         directory.create()
         directory.take_lock()
@@ -122,8 +124,10 @@ class Run:
             self._directory = directory
             self.record = directory.read() if record is None else record
             self.config: dict[str, Any] = dict(config or {}) if not isinstance(config, dict) else config
-            written = redact(written_config if written_config is not None else self.config)
+            given = written_config if written_config is not None else self.config
+            written, self._secrets = redact(given), secret_values(given)
             self.record.config, self.record.status = written, "running"
+            self.record.tags = {**self.record.tags, **(tags or {})}
             directory.write(self.record)
             path = str(directory.path)
             self.info = RunInfo(
@@ -283,14 +287,13 @@ class Run:
 
         Raises:
             ConfigError: there is no such file, or the name leads out of the run.
+            JournalError: the run has ended, or belongs to a parent process.
         """
+        self._journal.check_open()
         source = Path(path)
         name = name or source.resolve().name
         target = self._directory.artifacts / name
-        if (
-            not target.resolve().is_relative_to(self._directory.artifacts.resolve())
-            or target == self._directory.artifacts
-        ):
+        if self._directory.artifacts.resolve() not in target.resolve().parents:
             raise ConfigError(f"artifact {name!r}: the name leads out of the run's directory")
         if not source.exists():
             raise ConfigError(f"artifact {source}: there is no such file")
@@ -299,10 +302,12 @@ class Run:
         try:
             if source.is_dir():
                 shutil.copytree(source, staged, symlinks=False)
-                if target.is_dir():
-                    shutil.rmtree(target)
             else:
                 shutil.copyfile(source, staged)
+            if target.is_dir():
+                shutil.rmtree(target)
+            elif staged.is_dir():
+                target.unlink(missing_ok=True)
             os.replace(staged, target)
         finally:
             with contextlib.suppress(OSError):
@@ -327,17 +332,16 @@ class Run:
 
         Raises:
             CheckpointError: it could not be saved; there is nothing of it.
+            JournalError: the run has ended, or belongs to a parent process.
         """
+        self._journal.check_open()
         with self._lock:
             with self.checkpoints.stage() as staging:
-                try:
-                    fill(staging, source)
-                    self._journal.sync()  # a checkpoint must never know of results that a power cut can take back
-                    checkpoint = self.checkpoints.commit(
-                        staging, counters=self.counters, metrics=self.written_metrics(), journal_seq=self.head
-                    )
-                except OSError as error:
-                    raise CheckpointError(f"cannot save a checkpoint below {self.path}: {error.strerror}") from error
+                fill(staging, source)
+                self._journal.sync()  # a checkpoint must never know of results that a power cut can take back
+                checkpoint = self.checkpoints.commit(
+                    staging, counters=self.counters, metrics=self.written_metrics(), journal_seq=self.head
+                )
             self._journal.append(
                 CheckpointRecord(
                     seq=self.seq,
@@ -418,7 +422,7 @@ class Run:
         message = None
         try:
             if error is not None:
-                message = "".join(traceback.format_exception_only(error)).strip()
+                message = hide("".join(traceback.format_exception_only(error)).strip(), self._secrets)
                 self.note_error(error)
             self._journal.append(EndedRecord(seq=self.seq, time=time.time(), status=status, error=message))
             self._close_journal()
@@ -443,7 +447,7 @@ class Run:
         """Append a traceback to ``error.txt``."""
         try:
             with open(self._directory.error, "a", encoding="utf-8") as file:
-                file.write("".join(traceback.format_exception(error)))
+                file.write(hide("".join(traceback.format_exception(error)), self._secrets))
         except OSError as why:
             logger.warning("cannot write %s: %s", self._directory.error, why.strerror)
 

@@ -370,11 +370,13 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def add_state(self, state: dict[Any, Any]) -> None:
-        """Write a dict state."""
-        try:
+        """Write a dict state.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        with _saving(self.path.parent):
             saved = save_state(self.path, state)
-        except FileExistsError as error:
-            raise CheckpointError(f"{error.filename} is a name that a dict state takes for itself") from error
         self._known.update({name: FileEntry(name, size, digest) for name, size, digest in saved.files})
         self._pickled = saved.pickled
 
@@ -384,19 +386,23 @@ class Staging:
         Raises:
             CheckpointError: a link or a special file among them.
         """
+        if (source / MANIFEST_NAME).is_file():
+            known = Checkpoint(source).manifest
+            self._pickled, self.restore_path = known.pickled, known.restore_path
         for relative in _files_below(source):
             if relative in (MANIFEST_NAME, METADATA_NAME):
                 continue
-            target = self.path / relative
-            target.parent.mkdir(parents=True, exist_ok=True)
-            writer = HashingWriter(target)
-            try:
-                with open(source / relative, "rb", buffering=0) as file:
-                    while chunk := file.read(4 << 20):
-                        writer.write(chunk)
-                digest = writer.close()
-            finally:
-                writer.abort()
+            with _saving(self.path.parent):
+                target = self.path / relative
+                target.parent.mkdir(parents=True, exist_ok=True)
+                writer = HashingWriter(target)
+                try:
+                    with open(source / relative, "rb", buffering=0) as file:
+                        while chunk := file.read(4 << 20):
+                            writer.write(chunk)
+                    digest = writer.close()
+                finally:
+                    writer.abort()
             self._known[relative] = FileEntry(relative, writer.size, digest)
 
     def commit(
@@ -421,29 +427,30 @@ class Staging:
         names = [name for name in _files_below(self.path) if name != METADATA_NAME]
         if MANIFEST_NAME in names:
             raise CheckpointError(f"a file of the checkpoint is named {MANIFEST_NAME}, the name of its manifest")
-        with ThreadPoolExecutor(1 if len(names) < 4 else _WORKERS) as pool:
-            files = list(pool.map(self._seal, names))
-        for folder in sorted({(self.path / name).parent for name in names} - {self.path}):
-            sync_directory(folder)
-        manifest = Manifest(
-            run_id=run_id,
-            index=index,
-            token=self.token,
-            iteration=counters.iteration,
-            counters=counters,
-            metrics=metrics,
-            created=time.time(),
-            journal_seq=journal_seq,
-            files=files,
-            pickled=self._pickled,
-            restore_path=self.restore_path,
-            writer=Writer(platform.node(), os.getpid(), platform.python_version(), __version__),
-        )
-        write_atomic(self.path / MANIFEST_NAME, manifest.encode())
-        _publish(self.path, target)
-        checkpoint = Checkpoint(target)
-        checkpoint._manifest = manifest
-        return checkpoint
+        with _saving(target.parent):
+            with ThreadPoolExecutor(1 if len(names) < 4 else _WORKERS) as pool:
+                files = list(pool.map(self._seal, names))
+            for folder in sorted({(self.path / name).parent for name in names} - {self.path}):
+                sync_directory(folder)
+            manifest = Manifest(
+                run_id=run_id,
+                index=index,
+                token=self.token,
+                iteration=counters.iteration,
+                counters=counters,
+                metrics=metrics,
+                created=time.time(),
+                journal_seq=journal_seq,
+                files=files,
+                pickled=self._pickled,
+                restore_path=self.restore_path,
+                writer=Writer(platform.node(), os.getpid(), platform.python_version(), __version__),
+            )
+            write_atomic(self.path / MANIFEST_NAME, manifest.encode())
+            _publish(self.path, target)
+            checkpoint = Checkpoint(target)
+            checkpoint._manifest = manifest
+            return checkpoint
 
     def _seal(self, name: str) -> FileEntry:
         if name in self._known:  # hashed and fsynced while it was written
@@ -452,6 +459,17 @@ class Staging:
         size, digest = hash_file(path)
         sync_file(path)
         return FileEntry(name, size, digest)
+
+
+@contextlib.contextmanager
+def _saving(place: Path) -> Iterator[None]:
+    """The operating system's errors while we write, as what they mean for a checkpoint."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise CheckpointError(f"{error.filename} is a name that a checkpoint takes for itself") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot save a checkpoint below {place}: {error.strerror or error}") from error
 
 
 def _files_below(directory: Path) -> list[str]:

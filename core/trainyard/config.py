@@ -20,7 +20,7 @@ from trainyard import plugins
 from trainyard.delivery import OnError, TrackerSpec
 from trainyard.errors import ConfigError, PluginConfigError, unknown
 from trainyard.records import Result
-from trainyard.redaction import resolve_environment
+from trainyard.redaction import hide, resolve_environment, secret_values
 from trainyard.resources import Resources
 from trainyard.rundir import check_name
 from trainyard.storage import CheckpointPolicy, LocalStore
@@ -100,9 +100,14 @@ class Source(msgspec.Struct):
     data: dict[str, Any]
     lines: dict[str, int]
     overridden: set[str] = set()
+    environment: dict[str, str] = {}
 
     def place(self, path: str) -> str:
         """``file:line: path`` for a key path, or for the nearest one above it; ``--set path`` for an override."""
+        if variable := self.environment.get(path.partition(".")[0]):
+            return f"{variable}: {path}"
+        if not self.file:
+            return path
         for key in self.overridden:
             if f"{path}.".startswith(f"{key}.") or (path and path not in self.lines and key.startswith(f"{path}.")):
                 return f"--set {path}"
@@ -129,7 +134,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Source:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     try:
-        data = yaml.safe_load(text)
+        data = load_yaml(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -140,18 +145,35 @@ def read_yaml(path: str | os.PathLike[str]) -> Source:
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected a mapping with the key 'trainable', found {_what(data)}")
     lines: dict[str, int] = {}
-    _note_lines(node, "", lines)
+    _note_lines(node, "", lines, file)
     return Source(file, os.path.dirname(os.path.abspath(file)), data, lines)
 
 
-def _note_lines(node: Any, path: str, lines: dict[str, int]) -> None:
+def load_yaml(text: str) -> Any:
+    """One YAML document, by the safe loader; ``1e-3`` is a number, as in YAML 1.2, where PyYAML sees a string."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader=Loader)
+
+
+def _note_lines(node: Any, path: str, lines: dict[str, int], file: str) -> None:
     import yaml
 
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             where = f"{path}.{key.value}" if path else str(key.value)
-            lines[where] = key.start_mark.line + 1
-            _note_lines(value, where, lines)
+            line = key.start_mark.line + 1
+            if where in lines and key.value != "<<":
+                raise ConfigError(
+                    f"{file}:{line}: the key {where!r} stands here twice, first in line {lines[where]}: keep one"
+                )
+            lines[where] = line
+            _note_lines(value, where, lines, file)
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
@@ -175,7 +197,7 @@ def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
                 raise ConfigError(f"--set {text}: {'.'.join(keys[: i + 1])} is {_what(into[key])}, which has no keys")
             into = into[key]
         try:
-            into[keys[-1]] = yaml.safe_load(value)
+            into[keys[-1]] = load_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {text}: the value is not valid YAML; quote it") from None
         source.overridden.add(path)
@@ -188,9 +210,8 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
         ConfigError: an unknown key, a wrong type, or a value that cannot be; with file, line and key path.
     """
 
-    def place(path: str) -> str:
-        return source.place(path) if source else path
-
+    source = source or Source("", "", dict(data), {})
+    place = source.place
     _check_keys(data, RunConfig, "", place)
     for key, kind in (("checkpoint", CheckpointPolicy), ("failures", FailurePolicy)):
         if isinstance(data.get(key), Mapping):
@@ -199,7 +220,11 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
         raise ConfigError(
             f"{place('')}: the key 'trainable' is missing: name one as module:name or path.py:name".lstrip(": ")
         )
-    values = {**_from_environment(), **{key: value for key, value in data.items() if value is not None}}
+    values = {key: value for key, value in data.items() if value is not None}
+    for key, (variable, value) in _from_environment().items():
+        if key not in values:
+            values[key] = value
+            source.environment[key] = variable
     for key in ("storage",):
         if isinstance(values.get(key), os.PathLike):
             values[key] = os.fspath(values[key])
@@ -207,7 +232,7 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
         config = msgspec.convert(values, RunConfig)
     except msgspec.ValidationError as error:
         what, _, at = str(error).partition(" - at `")
-        path = at.rstrip("`").removeprefix("$").lstrip(".")
+        path = re.sub(r"\[(\.\.\.|\d+)\]", "", at.rstrip("`").removeprefix("$")).lstrip(".")
         raise ConfigError(f"{place(path)}: {what[0].lower()}{what[1:].replace('`', '')}") from None
     if "config" in values and isinstance(values["config"], dict):
         config.config = values["config"]  # the user's own object, which a conversion would have copied
@@ -243,14 +268,15 @@ def _check_values(config: RunConfig, place: Callable[[str], str]) -> None:
     Resources.parse(config.resources, place("resources"))
 
 
-def _from_environment() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if storage := os.environ.get("TRAINYARD_STORAGE"):
-        found["storage"] = storage
-    if experiment := os.environ.get("TRAINYARD_EXPERIMENT"):
-        found["experiment"] = experiment
-    if trackers := os.environ.get("TRAINYARD_TRACKERS"):
-        found["trackers"] = [name.strip() for name in trackers.split(",") if name.strip()]
+def _from_environment() -> dict[str, tuple[str, Any]]:
+    """What the environment says: key to variable and value."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key in ("storage", "experiment", "trackers"):
+        variable = f"TRAINYARD_{key.upper()}"
+        text = os.environ.get(variable)
+        if text:
+            names = [name.strip() for name in text.split(",") if name.strip()]
+            found[key] = (variable, names if key == "trackers" else text)
     return found
 
 
@@ -264,7 +290,6 @@ class StopRule:
     def __init__(self, rule: Mapping[str, float] | Callable[[Result], bool] | None) -> None:
         self._call = rule if callable(rule) else None
         self._thresholds = dict(rule) if isinstance(rule, Mapping) else {}
-        self._unseen = set(self._thresholds)
 
     @staticmethod
     def check(rule: Any, place: Callable[[str], str] = str) -> None:
@@ -280,28 +305,30 @@ class StopRule:
     def __call__(self, result: Result) -> bool:
         if self._call is not None:
             return bool(self._call(result))
-        reached = False
         for metric, threshold in self._thresholds.items():
-            value = result.metrics.get(metric)
-            if value is None and "/" in metric:
-                value = dict(flatten(result.metrics)).get(metric)
-            if value is not None:
-                self._unseen.discard(metric)
-                reached = reached or value >= threshold
-        return reached
+            value = _look_up(result.metrics, metric)
+            if value is not None and value >= threshold:
+                return True
+        return False
 
-    def unseen(self, result: Mapping[str, Any]) -> list[str]:
-        """A warning for each metric that no result has had so far."""
-        names = [name for name, _ in flatten(dict(result)) if not name.startswith("config/")]
-        return [
-            f"stop: {unknown('metric', metric, names, label='the results have')}" for metric in sorted(self._unseen)
-        ]
+    def unseen(self, metrics: Mapping[str, Any]) -> list[str]:
+        """A warning for each metric that these do not have."""
+        missing = [metric for metric in self._thresholds if _look_up(metrics, metric) is None]
+        if not missing:
+            return []
+        names = [name for name, _ in flatten({k: v for k, v in metrics.items() if k != "config"})]
+        return [f"stop: {unknown('metric', metric, names, label='the results have')}" for metric in missing]
 
     @property
     def iterations(self) -> int | None:
         """The number of iterations that it stops at, if it says one."""
         limit = self._thresholds.get("training_iteration")
         return None if limit is None else int(limit)
+
+
+def _look_up(metrics: Mapping[str, Any], name: str) -> Any:
+    value = metrics.get(name)
+    return dict(flatten(metrics)).get(name) if value is None and "/" in name else value
 
 
 def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[TrackerSpec]:
@@ -376,13 +403,18 @@ def _named_spec(name: str, given: Mapping[str, Any], where: str) -> TrackerSpec:
         raise PluginConfigError(f"{where}.on_error: one of spool, drop, raise, not {on_error!r}")
     options = {option: value for option, value in given.items() if option not in _COMMON_OPTIONS}
 
+    secrets = secret_values(options)
+
     def build() -> plugins.Plugin:
-        resolved = resolve_environment(options, where)
-        return plugins.build(kind, resolved, as_name=name, what="tracker", where=where)
+        try:
+            resolved = resolve_environment(options, where)
+            return plugins.build(kind, resolved, as_name=name, what="tracker", where=where)
+        except PluginConfigError as error:
+            raise PluginConfigError(hide(str(error), secrets)) from None if secrets else error.__cause__
 
     _check_is_tracker(build(), where)
     globs = {key: _globs(given.get(key), f"{where}.{key}") for key in ("include", "exclude")}
-    return TrackerSpec(name, kind, build, on_error=on_error, **globs)
+    return TrackerSpec(name, kind, build, on_error=on_error, secrets=secrets, **globs)
 
 
 def _globs(given: Any, where: str) -> tuple[str, ...]:
@@ -397,20 +429,21 @@ def _check_is_tracker(plugin: plugins.Plugin, where: str) -> None:
         raise ConfigError(f"{where}: the plugin {plugin.name!r} is a {plugins.kind_of(plugin.hooks)}, not a tracker")
 
 
-def open_storage(url: str) -> LocalStore:
+def open_storage(url: str, place: str = "storage") -> LocalStore:
     """Open the store that a path or URL names. Only the plugin of its scheme is loaded.
 
     Raises:
         PluginNotFound: nothing installed opens that scheme.
         ConfigError: the store is not on this machine.
     """
+    url = resolve_environment(url, place)
     scheme = urlsplit(url).scheme if "://" in url else "file"
-    plugin = plugins.build(scheme, what="store", where=f"storage {url!r}")
+    plugin = plugins.build(scheme, what="store", where=place)
     store, _ = plugins.ask([plugin], "open_store", url=url, options={})
     if store is None:
-        raise ConfigError(f"storage {url!r}: the plugin {scheme!r} does not open it")
+        raise ConfigError(f"{place}: {url!r}: the plugin {scheme!r} does not open it")
     if not isinstance(store, LocalStore):
-        raise ConfigError(f"storage {url!r}: runs live on local disks only in this version: name a directory")
+        raise ConfigError(f"{place}: {url!r}: runs live on local disks only in this version: name a directory")
     return store
 
 
@@ -434,7 +467,7 @@ def load_trainable(spec: str, beside: str | None = None, place: str = "trainable
         with _searching(os.getcwd()):
             try:
                 module = importlib.import_module(module_name)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ConfigError(f"{place}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     found = module
     for part in name.split("."):
@@ -468,7 +501,7 @@ def _load_file(path: str, beside: str | None, place: str) -> Any:
         sys.path.insert(0, str(file.parent))  # so that it finds its neighbours, as a script does
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{place}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

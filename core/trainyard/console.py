@@ -90,7 +90,7 @@ def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
         stdout, stderr: the files; None leaves that stream alone.
     """
     files: dict[Path, TextIO] = {}
-    tees: dict[str, tuple[TextIO, Tee]] = {}
+    tees: dict[str, Tee] = {}
     for name, path in (("stdout", stdout), ("stderr", stderr)):
         if path is not None:
             if path not in files:
@@ -98,13 +98,18 @@ def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
                 files[path] = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
             before: TextIO = getattr(sys, name)
             tee = Tee(before, files[path])
-            tees[name] = (before, tee)
+            tees[name] = tee
             setattr(sys, name, tee)
     try:
         yield
     finally:
-        for name, (before, tee) in tees.items():
-            if getattr(sys, name) is tee:  # else somebody redirected on top of us, and restores us later
-                setattr(sys, name, before)
+        for name, tee in tees.items():
+            top: Any = getattr(sys, name)
+            if top is tee:
+                setattr(sys, name, tee._stream)
+            while isinstance(top, Tee):  # somebody redirected on top of us: leave the chain
+                if top._stream is tee:  # type: ignore[comparison-overlap]
+                    top._stream = tee._stream
+                top = top._stream
         for file in files.values():
             file.close()

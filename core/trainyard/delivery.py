@@ -34,6 +34,7 @@ from trainyard.journal import (
 from trainyard.locks import FileLock
 from trainyard.plugins import Plugin
 from trainyard.records import Artifact, CheckpointInfo, Outcome, Result, RunInfo
+from trainyard.redaction import hide
 from trainyard.results import AUTO_FILLED
 from trainyard.values import strict_json
 
@@ -65,6 +66,7 @@ class TrackerSpec(msgspec.Struct, frozen=True):
         build: makes the plugin; called in the lane, and again after every failure.
         include, exclude: globs on metric names; an empty `include` takes all.
         on_error: keep it for later, drop the batch, or fail the run.
+        secrets: strings that its errors must not show.
     """
 
     name: str
@@ -73,6 +75,7 @@ class TrackerSpec(msgspec.Struct, frozen=True):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     on_error: OnError = "spool"
+    secrets: frozenset[str] = frozenset()
 
 
 class LaneState(msgspec.Struct):
@@ -201,19 +204,24 @@ class Lane:
         Returns:
             Whether it worked; if not, the lane stands again at what was last confirmed.
         """
-        try:
-            for group in self._groups():
-                self._hand_over(group)
-                if self.spec.on_error == "drop" or time.monotonic() - self._confirmed_at > _CONFIRM_EVERY_S:
+        while True:
+            try:
+                for group in self._groups():
+                    self._hand_over(group)
+                    if self.spec.on_error == "drop" or time.monotonic() - self._confirmed_at > _CONFIRM_EVERY_S:
+                        self._confirm()
+                if self._unconfirmed:
                     self._confirm()
-            if self._unconfirmed:
-                self._confirm()
-        except Rejected as refusal:
-            return self._set_aside(refusal)
-        except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
-            self._failed(error)
-            return False
-        return True
+                return True
+            except Rejected as refusal:
+                try:
+                    self._set_aside(refusal)
+                except Exception as error:
+                    self._failed(error)
+                    return False
+            except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
+                self._failed(error)
+                return False
 
     @property
     def position(self) -> int:
@@ -341,7 +349,7 @@ class Lane:
     def _failed(self, error: BaseException) -> None:
         group = self._group
         self._close_plugin()
-        message = f"{type(error).__name__}: {error}"
+        message = hide(f"{type(error).__name__}: {error}", self.spec.secrets)
         if self.state.failing_since is None:
             logger.warning(
                 "tracker %r failed for run %s: %s. %s",
@@ -375,14 +383,18 @@ class Lane:
         state.cursor = {**state.cursor, group.journal: group.offset}
         self._rewind_to_confirmed()
 
-    def _set_aside(self, refusal: Rejected) -> bool:
-        """Put the rejected results into a file, and hand over the rest of the batch again."""
+    def _set_aside(self, refusal: Rejected) -> None:
+        """Put the rejected results into a file, and stand before their batch again.
+
+        Raises:
+            Rejected: it names no result of the batch, so handing it over again would change nothing.
+            OSError: they cannot be written.
+        """
         group = self._group
         batch = {record.seq: record for record in group.records if isinstance(record, ResultRecord)} if group else {}
         seqs = [seq for seq in refusal.seqs if seq in batch and seq not in self.state.rejected]
         if not seqs:
-            self._failed(refusal)
-            return False
+            raise refusal
         lines = [
             strict_json({"why": refusal.why, "result": Result(r.seq, r.time, r.step, r.metrics)})
             for r in map(batch.__getitem__, seqs)
@@ -397,7 +409,6 @@ class Lane:
         self._close_plugin()
         self._rewind_to_confirmed()
         self._save()
-        return self.attempt()
 
     def _close_plugin(self) -> None:
         plugin, self._plugin = self._plugin, None

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import inspect
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainyard.active_run import CheckpointSource, Run, get_run
-from trainyard.checkpoint import Checkpoint
-from trainyard.errors import CheckpointError, MetricError
+from trainyard.checkpoint import Checkpoint, Staging
+from trainyard.errors import CheckpointError, MetricError, TrainyardError
 from trainyard.results import DUPLICATE
 from trainyard.signatures import check_signature, takes_reporter
-from trainyard.trainable import Trainable
+from trainyard.trainable import Trainable, unpacked
 
 __all__ = ["get_checkpoint", "report", "wrap_function"]
 
@@ -50,13 +53,21 @@ class Reporter:
     def __init__(self, run: Run, until: Callable[[], bool]) -> None:
         self.run = run
         self._until = until
+        self._unwinding = False
+        self._thread = 0
         self._reported_at = time.perf_counter()
 
     def report(self, metrics: Mapping[str, Any], checkpoint: CheckpointSource | None) -> None:
         """Record, save, and unwind if it is time."""
-        record(self.run, metrics, checkpoint, self._lap())
-        if self._until():
-            raise Unwind
+        if not self._unwinding:  # else the first one ended only a thread of the function, or was caught
+            record(self.run, metrics, checkpoint, self._lap())
+            self._unwinding = self._until()
+        if self._unwinding:
+            self._unwind()
+
+    def _unwind(self) -> None:
+        # a thread of the function's own ends by SystemExit without a word; the function itself comes to its next report
+        raise Unwind if threading.get_ident() == self._thread else SystemExit
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -66,6 +77,7 @@ class Reporter:
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """While this holds, ``report()`` in this thread comes here."""
+        self._thread = threading.get_ident()
         token = _reporter.set(self)
         _active.append(self)
         try:
@@ -130,7 +142,12 @@ def get_checkpoint() -> Checkpoint | None:
 
 def _current_reporter() -> Reporter | None:
     reporter = _reporter.get()
-    if reporter is None and threading.current_thread() is not threading.main_thread() and len(_active) == 1:
+    if reporter is None and _active and threading.current_thread() is not threading.main_thread():
+        if len(_active) > 1:
+            raise TrainyardError(
+                f"{len(_active)} training functions are running, and a thread of its own cannot tell which one it reports "
+                "for: start it with contextvars.copy_context().run as its target"
+            )
         return _active[0]  # a thread that the function started
     return reporter
 
@@ -148,7 +165,7 @@ def call(function: Callable[..., Any], config: dict[str, Any], reporter: Reporte
         Unwind: it was told to stop.
         Exception: whatever it raises.
     """
-    arguments: list[Any] = [config]
+    arguments: list[Any] = [copy.deepcopy(config)]
     if takes_reporter(function):
         arguments.append(_old_style(reporter))
     output = function(*arguments)
@@ -169,6 +186,8 @@ def call(function: Callable[..., Any], config: dict[str, Any], reporter: Reporte
 
 
 def _report_output(reporter: Reporter, output: Any) -> None:
+    if getattr(output, "ndim", None) == 0 and hasattr(output, "item"):
+        output = output.item()  # a numpy or torch scalar
     if isinstance(output, int | float) and not isinstance(output, bool):
         reporter.report({"_metric": output}, None)
     elif isinstance(output, Mapping):
@@ -210,17 +229,21 @@ class _SteppedReporter(Reporter):
         )
         self.go_on = threading.Semaphore(0)
         self.stopping = False
+        self.refusal: Exception | None = None
 
     def report(self, metrics: Mapping[str, Any], checkpoint: CheckpointSource | None) -> None:
         if not isinstance(metrics, Mapping):
             raise MetricError(f"report() takes a dict of metrics, not a {type(metrics).__name__}: {metrics!r}")
         if self.stopping:
-            raise Unwind
+            self._unwind()
         self.items.put((metrics, checkpoint, self._lap()))
         self.go_on.acquire()
         self._reported_at = time.perf_counter()
         if self.stopping:
-            raise Unwind
+            self._unwind()
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
 
 
 class FunctionTrainable(Trainable):
@@ -248,17 +271,21 @@ class FunctionTrainable(Trainable):
             self._start()
         else:
             self._reporter.go_on.release()
-        item = self._reporter.items.get()
-        if isinstance(item, _Ended):
-            self._ended = True
-            if item.error is not None:
-                raise item.error
-            return {DUPLICATE: True, "should_checkpoint": False, "checkpoint_dir_name": None}
-        metrics, checkpoint, duration = item
-        result = record(self.run, metrics, checkpoint, duration)
-        if checkpoint is not None:
-            self._saved = self.run.checkpoints.all()[-1]
-        return result
+        while not isinstance(item := self._reporter.items.get(), _Ended):
+            metrics, checkpoint, duration = item
+            try:
+                result = record(self.run, metrics, checkpoint, duration)
+            except Exception as refusal:  # for the function: it is raised by its report
+                self._reporter.refusal = refusal
+                self._reporter.go_on.release()
+                continue
+            if checkpoint is not None:
+                self._saved = self.run.checkpoints.all()[-1]
+            return result
+        self._ended = True
+        if item.error is not None:
+            raise item.error
+        return {DUPLICATE: True, "should_checkpoint": False, "checkpoint_dir_name": None}
 
     def _start(self) -> None:
         reporter = self._reporter = _SteppedReporter(self.run)
@@ -291,6 +318,15 @@ class FunctionTrainable(Trainable):
                 f"the function {type(self).__name__} has reported no checkpoint: report(metrics, checkpoint=...) saves one"
             )
         return self._saved if checkpoint_dir is None else Checkpoint(self._saved.to_directory(checkpoint_dir))
+
+    def _fill(self, staging: Staging) -> None:
+        staging.add_files(Path(self.save().path))
+
+    def restore_from_object(self, obj: bytes, *, allow_pickle: bool = False) -> None:
+        """The same from what ``save_to_object`` returned."""
+        folder = unpacked(obj)
+        self._cleanups.callback(shutil.rmtree, folder, ignore_errors=True)  # the function opens it when it starts
+        self.restore(folder, allow_pickle=allow_pickle)
 
     def restore(self, checkpoint: Any, *, allow_pickle: bool = False) -> None:
         """Have the function start, or start again, from a checkpoint; it gets it by :func:`get_checkpoint`."""

@@ -160,8 +160,7 @@ class JournalWriter:
         payload = _encode(record)
         frame = _pack(len(payload), zlib.crc32(payload)) + payload
         with self._lock:
-            if self._fd < 0:
-                raise JournalError(self._why_closed())
+            self.check_open()
             if self._waiting:
                 self._waiting.append(frame)
                 return
@@ -175,6 +174,11 @@ class JournalWriter:
                 return
             self._size += written
             self._dirty = True
+
+    def check_open(self) -> None:
+        """Raise JournalError if this process cannot append any more."""
+        if self._fd < 0:
+            raise JournalError(self._why_closed())
 
     @property
     def waiting(self) -> int:

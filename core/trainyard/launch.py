@@ -111,7 +111,8 @@ def run(
         "tags": tags,
         "chdir": chdir,
     }
-    return execute(parse_config({key: value for key, value in given.items() if value is not None}), callbacks)
+    source = Source("", "", {key: value for key, value in given.items() if value is not None}, {})
+    return execute(parse_config(source.data, source), callbacks, source)
 
 
 def start_run(
@@ -160,20 +161,20 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
     resolved = resolve_environment(config.config, place("config"))
     if resolved == config.config:
         resolved = config.config  # the user's own object
-    root = open_storage(config.storage).path(config.experiment).parent
+    root = open_storage(config.storage, place("storage")).path(config.experiment).parent
     existing = _run_to_resume(config, root)
     options: dict[str, Any] = {
         "config": resolved,
         "written_config": config.config,
         "trackers": tracker_specs(config.trackers, place),
-        "callbacks": [plugins.hold(type(callback).__name__, callback) for callback in callbacks],
+        "callbacks": [_callback(callback) for callback in callbacks],
         "policy": config.checkpoint,
         "stop": StopRule(config.stop),
         "resources": _resources(config, trainable),
     }
     with _Signals() as signals:
         if existing is not None:
-            opened = Run(existing, **options)
+            opened = Run(existing, tags=config.tags, **options)
         else:
             spec = (
                 config.trainable
@@ -216,6 +217,15 @@ def _check_trainable(trainable: Any, policy: CheckpointPolicy, place: Callable[[
     if asked and not can_save:
         raise ConfigError(f"{place(f'checkpoint.{asked}')}: this trainable cannot be saved from outside: {mend}")
     return str(getattr(trainable, "__name__", type(trainable).__name__))
+
+
+def _callback(callback: object) -> plugins.Plugin:
+    plugin = plugins.hold(type(callback).__name__, callback)
+    if not plugin.hooks & {"on_result", "should_stop"}:
+        raise ConfigError(
+            f"callbacks: {callback!r} has neither on_result nor should_stop, marked with @trainyard.hookimpl"
+        )
+    return plugin
 
 
 def _resources(config: RunConfig, trainable: Any) -> Resources:
@@ -367,7 +377,6 @@ class _Attempts:
     def _after_first_result(self) -> None:
         """Once there is a result, tell of stop metrics that it does not have: with a typing mistake a run never ends."""
         if self.stop_rule is not None:
-            self.stop_rule(Result(self.run_.seq, 0.0, 0, self.run_.last_result))
             for warning in self.stop_rule.unseen(self.run_.last_result):
                 logger.warning("%s", warning)
             self.stop_rule = None

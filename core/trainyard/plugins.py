@@ -61,17 +61,16 @@ class Plugin:
     def __init__(self, name: str, instance: object) -> None:
         self.name = name
         self.instance = instance
+        wrong = wrong_hook(type(instance))
+        if wrong is not None:
+            raise PluginBroken(f"plugin {name!r} ({type(instance).__qualname__}): {wrong}")
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(Hooks)
         try:
             manager.register(instance, name=name)
             manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            message = str(error)
-            for hook in vars(type(instance)):
-                if f"unknown hook {hook!r}" in message:
-                    message = unknown("hook", hook, HOOK_NAMES, label="hooks")
-            raise PluginBroken(f"plugin {name!r} ({type(instance).__qualname__}): {message}") from error
+            raise PluginBroken(f"plugin {name!r} ({type(instance).__qualname__}): {error}") from error
         self._hook = manager.hook
         self.hooks = frozenset(hook for hook in HOOK_NAMES if getattr(manager.hook, hook).get_hookimpls())
 
@@ -126,7 +125,7 @@ def _names_of_kind(what: str) -> list[str]:
     """The installed plugins of a kind, for a message; those that cannot be imported are left out."""
     names = []
     for plugin in installed():
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             if what == "plugin" or what in kind_of(hooks_of(plugin.entry_point.load())):
                 names.append(plugin.name)
     return names
@@ -141,7 +140,7 @@ def load_class(name: str, what: str = "plugin", where: str = "") -> type:
     plugin = find(name, what, where)
     try:
         loaded = plugin.entry_point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginBroken(
             f"{_at(where)}the {what} {name!r} of {plugin.place} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -184,7 +183,7 @@ def build(
         instance = kind(**options)
     except (TypeError, ValueError) as error:
         raise PluginConfigError(f"{_at(place)}{error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginBroken(
             f"{_at(place)}the {what} {name!r} cannot be built: {type(error).__name__}: {error}"
         ) from error
@@ -229,6 +228,21 @@ def ask(plugins: Iterable[Plugin], question: str, **arguments: Any) -> tuple[Any
 def kind_of(hooks: Iterable[str]) -> str:
     """What a plugin is, by the hooks that it implements."""
     return ", ".join(dict.fromkeys(_KINDS[hook] for hook in HOOK_NAMES if hook in hooks and hook in _KINDS)) or "none"
+
+
+def wrong_hook(kind: type) -> str | None:
+    """What is wrong with the hooks that a class marks: a name or an argument that does not exist. None: nothing."""
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if not hasattr(method, f"{PROJECT}_impl"):
+            continue
+        if name not in HOOK_NAMES:
+            return unknown("hook", name, HOOK_NAMES, label="hooks")
+        known = [argument for argument in inspect.signature(getattr(Hooks, name)).parameters if argument != "self"]
+        for argument in list(inspect.signature(method).parameters)[1:]:
+            if argument not in known:
+                return f"{name}() has an {unknown('argument', argument, known, label='its arguments')}"
+    return None
 
 
 def hooks_of(kind: type) -> list[str]:

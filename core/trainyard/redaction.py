@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainyard.errors import ConfigError
 
-__all__ = ["REDACTED", "redact", "resolve_environment"]
+__all__ = ["REDACTED", "hide", "redact", "resolve_environment", "secret_values"]
 
 REDACTED = "<redacted>"
+_SHORTEST_SECRET = 4  # replacing shorter ones in a message would hide the message
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = {
@@ -109,6 +110,28 @@ def _without_url_secrets(text: str) -> str:
     text = _USER_INFO.sub(hide_user_info, text)
     text = _QUERY.sub(lambda found: found["name"] + hide(found["value"]), text)
     return re.sub(r"\0(\d+)\0", lambda found: references[int(found[1])], text)
+
+
+def secret_values(value: Any, key: str = "") -> frozenset[str]:
+    """The secrets of a config themselves, environment variables included, to keep them out of messages."""
+    if isinstance(value, Mapping):
+        parts = [secret_values(v, str(k) if is_secret(str(k)) or not is_secret(key) else key) for k, v in value.items()]
+        return frozenset().union(*parts)
+    if isinstance(value, list | tuple):
+        return frozenset().union(*(secret_values(item, key) for item in value))
+    if not isinstance(value, str):
+        return frozenset()
+    found = {os.environ.get(name, "") for name in _ENVIRONMENT.findall(value)}
+    if is_secret(key) and not _ENVIRONMENT.search(value):
+        found.add(value)
+    return frozenset(secret for secret in found if len(secret) >= _SHORTEST_SECRET)
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """A message without these strings."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
+    return text
 
 
 def resolve_environment(value: Any, where: str = "config") -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, unknown
 
 __all__ = ["check_signature", "parameters_bound", "takes_reporter"]
 
@@ -40,7 +41,18 @@ def check_signature(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parameters_bound(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with keyword arguments given, its name kept, as a new object."""
+    """The function with keyword arguments given, its name kept, as a new object.
+
+    Raises:
+        ConfigError: it has no argument of such a name.
+    """
+    known: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        known = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for name in parameters:
+            if name not in known:
+                raise ConfigError(f"with_parameters(): {unknown('argument', name, known, label='arguments')}")
     bound = functools.partial(function, **parameters)
     functools.update_wrapper(bound, function)
     del bound.__wrapped__  # type: ignore[attr-defined]  # or its signature would still ask for them

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import os
 import shutil
@@ -86,7 +87,7 @@ class Trainable:
         written = self.config
         stdout, stderr = self._pop_log_files()
         if run is None:
-            self.config = self.config if (resolved := resolve_environment(self.config)) == self.config else resolved
+            self.config = _resolved(self.config)
             run = self._open_run(written)
         self.run = run
         self._cleanups = contextlib.ExitStack()
@@ -284,20 +285,8 @@ class Trainable:
 
     def restore_from_object(self, obj: bytes, *, allow_pickle: bool = False) -> None:
         """Go on from what :meth:`save_to_object` returned. Raises what :meth:`restore` raises."""
+        folder = unpacked(obj)
         try:
-            data = msgspec.msgpack.decode(obj)
-            if data["format"] != _OBJECT_FORMAT:
-                raise KeyError("format")
-            files = msgspec.convert(data["files"], dict[str, bytes])
-        except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise CheckpointCorrupt("these bytes are not what save_to_object() returns") from error
-        folder = tempfile.mkdtemp(prefix="trainyard-")
-        try:
-            for name, content in files.items():
-                refuse_escape(name, "the object")
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
             self.restore(folder, allow_pickle=allow_pickle)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -346,9 +335,9 @@ class Trainable:
         """
         if not self._owns_run:
             raise ConfigError("reset() starts a new run, and this trainable was handed a run of somebody else")
-        old, self.config = self.config, new_config
+        old, self.config = self.config, _resolved(new_config)
         try:
-            taken = self.reset_config(copy.deepcopy(new_config))
+            taken = self.reset_config(copy.deepcopy(self.config))
         except BaseException:
             self.config = old
             raise
@@ -444,7 +433,7 @@ class Trainable:
         now = time.time() if now is None else now
         fixed = {
             "date": date_string(int(now)),
-            "timestamp": int(now) if timestamp is None else timestamp,
+            "timestamp": timestamp or int(now),
             **self.run.context,
         }
         if debug_metrics_only:
@@ -457,6 +446,7 @@ class Trainable:
             "time_total_s": counters.time_total,
             "time_since_restore": counters.time_since_restore,
             "iterations_since_restore": counters.iterations_since_restore,
+            "timesteps_since_restore": counters.timesteps_since_restore,
         }
         return filled if time_this_iter is None else {**filled, "time_this_iter_s": time_this_iter}
 
@@ -513,6 +503,35 @@ class Trainable:
         return stdout, stderr
 
 
+def _resolved(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with its environment variables; the very object if it has none."""
+    resolved: dict[str, Any] = resolve_environment(config)
+    return config if resolved == config else resolved
+
+
+def unpacked(obj: bytes) -> str:
+    """Write the checkpoint in what ``save_to_object`` returned into a new temporary directory.
+
+    Raises:
+        CheckpointCorrupt: it is something else.
+    """
+    try:
+        data = msgspec.msgpack.decode(obj)
+        if data["format"] != _OBJECT_FORMAT:
+            raise KeyError("format")
+        files = msgspec.convert(data["files"], dict[str, bytes])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt("these bytes are not what save_to_object() returns") from error
+    for name in files:
+        refuse_escape(name, "the object")
+    folder = tempfile.mkdtemp(prefix="trainyard-")
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
 for _old, _new in _NAMES_OF_2019.items():
     setattr(Trainable, _old, getattr(Trainable, _new))  # so that super()._setup(config) works in ported code
 
@@ -557,9 +576,9 @@ def with_resources(trainable: Any, resources: Resources | dict[str, Any] | Calla
     if isinstance(trainable, type) and issubclass(trainable, Trainable):
         request = classmethod(lambda cls, config: Resources.parse(answer(config), "with_resources"))
         return _subclass(trainable, default_resource_request=request)
-    if not callable(trainable) or isinstance(trainable, type):
+    if not callable(trainable) or isinstance(trainable, type) or inspect.isbuiltin(trainable):
         raise ConfigError(f"with_resources() takes a Trainable class or a function, not {trainable!r}")
-    bound = parameters_bound(check_signature(trainable), {})
+    bound = parameters_bound(trainable, {})
     bound.default_resource_request = lambda config: Resources.parse(answer(config), "with_resources")  # type: ignore[attr-defined]
     return bound
 
@@ -600,7 +619,8 @@ def validate_save_restore(trainable: type[Trainable], config: dict[str, Any] | N
         finally:
             first.stop()
         task = cloudpickle.dumps((trainable, dict(config or {}), saved.path, folder))
-        code = "from trainyard.trainable import _continue_in_child; _continue_in_child()"
+        # the path travels ahead of the class, whose module may lie beside a script
+        code = f"import sys; sys.path[:] = {sys.path!r}; from trainyard.trainable import _continue_in_child as go; go()"
         child = subprocess.run([sys.executable, "-c", code], input=task, capture_output=True)
         iterations = child.stdout.decode().rpartition("iterations:")[2].split()
         if child.returncode or iterations != ["4", "5"]:

@@ -186,7 +186,7 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}/")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value
 
 
 _json = msgspec.json.Encoder(enc_hook=lambda value: value.tolist() if _numpy_array(value) is not None else str(value))

@@ -51,7 +51,9 @@ class Page:
         for command, seen in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
             command = command.partition("  # ")[0].split(" #")[0]
             if command.startswith("make "):
-                command = f"make --no-print-directory -n -C '{ROOT}' {command.removeprefix('make ')}"  # not a test in a test
+                command = (
+                    f"make --no-print-directory -n -C '{ROOT}' {command.removeprefix('make ')}"  # not a test in a test
+                )
             elif command.startswith("pip install"):
                 extra = re.search(r"\[(\w+)\]", command)[1]
                 assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -58,6 +58,7 @@ def _describe(plugin: registry.Installed, check: bool) -> dict[str, Any]:
         row["status"] = str(error)
         return row
     hooks = registry.hooks_of(loaded)
+    row["status"] = registry.wrong_hook(loaded) or "ok"
     row["kind"], row["hooks"] = registry.kind_of(hooks), hooks
     row["options"] = [str(parameter) for parameter in registry.options_of(loaded).values()]
     return row

@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from trainyard import ConfigError, Denied, Entry, Exists, Full, LocalStore, NotFound, StoreError, Transient, hookimpl
@@ -59,9 +59,8 @@ class FileStore:
         staged = target.with_name(f"{_STAGED}{secrets.token_hex(8)}")
         with _translated(key):
             new_folders = [folder for folder in target.parents if not folder.exists()]
-            target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with open(staged, "xb") as file:
+                with _created(staged) as file:
                     if isinstance(source, bytes):
                         file.write(source)
                     else:
@@ -105,6 +104,9 @@ class FileStore:
             path = self.path(key)
             with contextlib.suppress(NotFound), _translated(key):
                 path.unlink()
+                for folder in path.parents:  # an empty directory would stand in the way of a key of its name
+                    if folder == self.root or not _removed(folder):
+                        break
 
     def __repr__(self) -> str:
         return f"FileStore({str(self.root)!r})"
@@ -129,6 +131,25 @@ def _translated(key: str) -> Iterator[None]:
         if error.errno in (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT):
             raise Transient(f"{key!r}: {error.strerror}") from error
         raise StoreError(f"{key!r}: {error.strerror}") from error
+
+
+def _removed(folder: Path) -> bool:
+    """Remove a directory if it is empty. Returns whether it was."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _created(path: Path) -> BinaryIO:
+    """A new file, and the directories above it, which a delete may take away meanwhile."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return open(path, "xb")
+        except FileNotFoundError:
+            continue
 
 
 def _sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import os
@@ -9,7 +10,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -308,41 +309,108 @@ class RunResult:
         return f"RunResult({self.name!r}, {self.status}, path={self.path!r})"
 
 
+_CHUNK = 2000  # rows that are transposed at a time: few enough that the garbage collector never walks over all of them
+
+
+class _Table:
+    """The surviving results as columns, built while the journal is read."""
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._parts: dict[str, list[Any]] = {
+            "seq": [],
+            "step": [],
+            "time": [],
+        }  # each column as the arrays of its chunks
+        self._chunk: list[ResultRecord] = []
+        self._contexts: list[tuple[int, dict[str, Any]]] = []  # the row from which on each holds
+
+    def add(self, record: ResultRecord) -> None:
+        self._chunk.append(record)
+        if len(self._chunk) == _CHUNK:
+            self._transpose()
+
+    def begin(self, record: StartedRecord | ResumedRecord) -> None:
+        """Take over the context of a process, and drop the rows that a resume supersedes."""
+        self._transpose()
+        if isinstance(record, ResumedRecord):
+            kept = bisect.bisect_right(self._seqs, record.keep)
+            del self._seqs[kept:]
+            self._parts = {name: [_joined(parts)[:kept]] if parts else [] for name, parts in self._parts.items()}
+        config = {f"config/{name}": value for name, value in flatten(record.context.get("config", {}))}
+        fixed = {name: value for name, value in record.context.items() if name != "config"}
+        self._contexts.append((len(self._seqs), {**fixed, **config}))
+
+    def finish(self) -> dict[str, Any]:
+        """All columns, the contexts' at the end."""
+        self._transpose()
+        columns = {name: _joined(parts) for name, parts in self._parts.items()}
+        ends = [start for start, _ in self._contexts[1:]] + [len(self._seqs)]
+        for name in dict.fromkeys(name for _, context in self._contexts for name in context):
+            column: list[Any] = []
+            for (_, context), end in zip(self._contexts, ends, strict=True):
+                del column[end:]
+                column += [context.get(name)] * (end - len(column))
+            columns.setdefault(name, column)
+        return columns
+
+    def _transpose(self) -> None:
+        chunk, self._chunk = self._chunk, []
+        if not chunk:
+            return
+        before, size = len(self._seqs), len(chunk)
+        self._seqs += [record.seq for record in chunk]
+        values = {"seq": _array(self._seqs[before:]), "step": _array([record.step for record in chunk])}
+        values |= {"time": _array([record.time for record in chunk])}
+        values |= _transposed([record.metrics for record in chunk])
+        for name, column in values.items():
+            if name not in self._parts:
+                self._parts[name] = [_array([None] * before)] if before else []
+            self._parts[name].append(column)
+        for name in self._parts.keys() - values.keys():
+            self._parts[name].append(_array([None] * size))
+
+
+def _transposed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Flat columns of rows; those of one flat shape, the usual case, without a look at each value."""
+    names = list(rows[0])
+    if len(names) > 1 and all(row.keys() == rows[0].keys() for row in rows):
+        columns = zip(names, zip(*map(itemgetter(*names), rows), strict=True), strict=True)
+        arrays = {name: _array(column) for name, column in columns}
+        if not any(array.dtype == object and dict in set(map(type, array)) for array in arrays.values()):
+            return arrays
+    rows = [dict(flatten(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: _array([row.get(name) for row in rows]) for name in names}
+
+
+def _array(values: Sequence[Any]) -> Any:
+    import numpy
+
+    if values and type(values[0]) in (float, int, bool):
+        array = numpy.array(values)
+        if array.ndim == 1 and array.dtype.kind in "fiub":
+            return array
+    return numpy.fromiter(values, dtype=object, count=len(values))
+
+
+def _joined(parts: list[Any]) -> Any:
+    import numpy
+
+    if not parts:
+        return []
+    kinds = {part.dtype.kind for part in parts}
+    return numpy.concatenate(parts if len(kinds) == 1 or kinds <= {"f", "i"} else [p.astype(object) for p in parts])
+
+
 def _columns(journal: Path) -> dict[str, Any]:
-    """The surviving results as columns. Rows of one shape, the usual case, are transposed without looking at each value."""
-    rows: list[ResultRecord] = []
-    contexts: list[dict[str, Any]] = []
-    context: dict[str, Any] = {}
+    table = _Table()
     for record in JournalReader(journal):
         if isinstance(record, ResultRecord):
-            rows.append(record)
-            contexts.append(context)
+            table.add(record)
         elif isinstance(record, StartedRecord | ResumedRecord):
-            config = {f"config/{name}": value for name, value in flatten(record.context.get("config", {}))}
-            context = {**{name: value for name, value in record.context.items() if name != "config"}, **config}
-            if isinstance(record, ResumedRecord):
-                while rows and rows[-1].seq > record.keep:
-                    rows.pop()
-                    contexts.pop()
-    flat = [
-        row.metrics if dict not in set(map(type, row.metrics.values())) else dict(flatten(row.metrics)) for row in rows
-    ]
-    columns: dict[str, Any] = {
-        "seq": [row.seq for row in rows],
-        "step": [row.step for row in rows],
-        "time": [row.time for row in rows],
-    }
-    for table in (flat, contexts):
-        if not table:
-            continue
-        first = table[0].keys()
-        if len(first) > 1 and all(row is table[0] or row.keys() == first for row in table):
-            names = list(first)
-            columns.update(zip(names, map(list, zip(*map(itemgetter(*names), table), strict=True)), strict=True))
-        else:
-            for name in dict.fromkeys(name for row in table for name in row):
-                columns[name] = [row.get(name) for row in table]
-    return columns
+            table.begin(record)
+    return table.finish()
 
 
 def list_runs(storage: Path, experiment: str | None = None) -> Iterator[RunResult]:

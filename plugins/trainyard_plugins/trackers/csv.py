@@ -121,7 +121,6 @@ class CsvTracker:
 
 def _row(result: Result) -> dict[str, Any]:
     """The cells of a result, without the config."""
-    metrics = result.metrics
-    if dict in set(map(type, metrics.values())):
-        return dict(flatten({name: value for name, value in metrics.items() if name != "config"}))
-    return metrics
+    metrics = dict(result.metrics)
+    metrics.pop("config", None)
+    return dict(flatten(metrics)) if dict in set(map(type, metrics.values())) else metrics

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.checkpoint import Checkpoint, Staging
-from trainyard.config import open_storage, parse_config, tracker_specs
+from trainyard.config import named_trackers, open_storage, parse_config, tracker_specs
 from trainyard.delivery import Delivery, TrackerSpec
 from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError
 from trainyard.journal import (
@@ -438,8 +438,8 @@ class Run:
             owed = self.seq - lane.position
             if owed or not lane.state.ended:
                 logger.warning(
-                    "tracker %r is still owed %d results of run %s (%s); they are kept in its journal",
-                    lane.spec.name, owed, self.name, lane.state.error or "it was too slow",
+                    "tracker %r is still owed %d results of run %s (%s); to send them: trainyard sync %s",
+                    lane.spec.name, owed, self.name, lane.state.error or "it was too slow", self.path,
                 )  # fmt: skip
         return RunResult(self.path, error)
 
@@ -595,7 +595,9 @@ def open_new_run(
     )
     specs = tracker_specs(settings.trackers)
     root = open_storage(settings.storage).path(settings.experiment).parent
-    directory, record = new_run(root, settings.experiment, trainable, settings.name, written_config)
+    directory, record = new_run(
+        root, settings.experiment, trainable, settings.name, written_config, trackers=named_trackers(settings.trackers)
+    )
     record.tags = settings.tags
     return Run(directory, record, config=config, written_config=written_config, trackers=specs)
 

@@ -361,6 +361,11 @@ def _same(plugin: plugins.Plugin) -> plugins.Plugin:
     return plugin
 
 
+def named_trackers(trackers: Any) -> dict[str, Any]:
+    """The trackers that can be built anew in another process: all but the plugin objects, as a mapping to their options."""
+    return {name: dict(given) for name, given in _named_trackers(trackers, str) if isinstance(given, Mapping)}
+
+
 def _named_trackers(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[str, Any]]:
     if isinstance(trackers, Mapping):
         items: list[tuple[Any, Any]] = list(trackers.items())

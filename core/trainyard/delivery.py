@@ -85,6 +85,7 @@ class LaneState(msgspec.Struct):
         tracker, type: which lane.
         cursor: journal file to the offset behind the last confirmed record.
         context_at: where the record lies whose context holds for the next result.
+        resumed_at: when the run was last resumed, as far as it is confirmed; an older end does not count any more.
         seq: of the last confirmed result.
         delivered, dropped: counts of results.
         rejected: the results that were set aside.
@@ -98,6 +99,7 @@ class LaneState(msgspec.Struct):
     type: str
     cursor: dict[str, int] = {}
     context_at: int = 0
+    resumed_at: float = 0.0
     seq: int = 0
     delivered: int = 0
     dropped: int = 0
@@ -233,7 +235,7 @@ class Lane:
     def _rewind_to_confirmed(self) -> None:
         """Stand where the state file says, and forget all that came after."""
         self._cursor = dict(self.state.cursor)
-        self._context_at = self.state.context_at
+        self._context_at, self._resumed_at = self.state.context_at, self.state.resumed_at
         self._context: dict[str, Any] | None = None
         self._seq, self._delivered, self._ended = self.state.seq, self.state.delivered, self.state.ended
         self._notes: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.state.notes))
@@ -296,11 +298,14 @@ class Lane:
                 checkpoint = CheckpointInfo(first.index, first.iteration, first.url, first.metrics, first.size)
                 plugin.call("log_checkpoint", run=run, checkpoint=checkpoint, notes=notes)
             case ResumedRecord():
+                self._resumed_at = first.time
                 if self._ended:
                     plugin.call("log_start", run=run, notes=notes)
                     self._ended = False
                 history = History(self._journals / MAIN_JOURNAL, group.offset, self._keep)
                 plugin.call("log_rewind", run=run, results=history, notes=notes)
+            case EndedRecord() if first.time < self._resumed_at:
+                pass  # it was found dead, and resumed before anybody was told
             case EndedRecord():
                 outcome = Outcome(first.status, first.error, first.time)
                 plugin.call("log_end", run=run, outcome=outcome, notes=notes)
@@ -326,12 +331,8 @@ class Lane:
             self._plugin.call("flush")
         state = self.state
         state.cursor = dict(self._cursor)
-        state.context_at, state.seq, state.delivered, state.ended = (
-            self._context_at,
-            self._seq,
-            self._delivered,
-            self._ended,
-        )
+        state.context_at, state.resumed_at = self._context_at, self._resumed_at
+        state.seq, state.delivered, state.ended = self._seq, self._delivered, self._ended
         state.notes = dict(self._notes)
         if state.failing_since is not None:
             logger.warning("tracker %r works again: run %s is being caught up", self.spec.name, self.run.name)

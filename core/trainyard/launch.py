@@ -22,6 +22,7 @@ from trainyard.config import (
     Source,
     StopRule,
     load_trainable,
+    named_trackers,
     open_storage,
     parse_config,
     tracker_specs,
@@ -262,12 +263,14 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     defaults = RunConfig(trainable="")
     for key in RunConfig.__struct_fields__:
         value = getattr(config, key)
-        if key in ("trainable", "config", "experiment", "name", "resume", "tags") or value == getattr(defaults, key):
+        if key in ("trainable", "config", "experiment", "name", "resume", "tags"):
+            continue
+        if value == getattr(defaults, key) and key != "trackers":
             continue
         if key == "stop" and callable(value):
             continue
-        if key == "trackers" and isinstance(value, list | tuple):
-            value = [entry for entry in value if isinstance(entry, str | Mapping)]
+        if key == "trackers":
+            value = named_trackers(value)
         settings[key] = msgspec.to_builtins(value)
     return redact(settings)  # type: ignore[no-any-return]
 

@@ -20,6 +20,8 @@ _VERBS = {
     "resume": "running",
     "runs": "looking",
     "show": "looking",
+    "sync": "syncing",
+    "replay": "syncing",
     "checkpoints": "checkpoints",
     "plugins": "plugins",
 }

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import contextvars
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -263,7 +264,7 @@ class Run:
                     plugin.call("on_result", run=self.info, result=shown)
                 written = {name: value for name, value in result.items() if name not in self._context}
             written = recordable(written)
-            step = self._step(step, result, seq)
+            step = self._step(step, written, seq)
             try:
                 self._journal.append(ResultRecord(seq=seq, time=now, step=step, metrics=written))
             except (TypeError, ValueError, OverflowError) as error:
@@ -275,8 +276,8 @@ class Run:
     @staticmethod
     def _step(step: int | None, result: dict[str, Any], seq: int) -> int:
         if step is None:
-            step = result["training_iteration"]
-        return int(step) if isinstance(step, int | float) else seq
+            step = result.get("training_iteration")
+        return int(step) if isinstance(step, int | float) and math.isfinite(step) else seq
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Keep a copy of a file or directory with the run.

@@ -71,6 +71,7 @@ class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         failures: what happens after an exception.
         resume: ``never``; ``allow``: go on with the named, or the newest unfinished run, if there is one; ``must``.
         log_to_file: copy stdout and stderr into the run directory: true, one file's name, or two.
+        delivery: who delivers to the trackers: ``thread``, threads of the training process.
         tags: free words, kept with the run.
         chdir: make the run directory the working directory while it runs.
     """
@@ -88,6 +89,7 @@ class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     failures: FailurePolicy = FailurePolicy()
     resume: Literal["never", "allow", "must"] = "never"
     log_to_file: bool | str | list[str] = False
+    delivery: Literal["thread"] = "thread"
     tags: dict[str, str] = {}
     chdir: bool = False
 

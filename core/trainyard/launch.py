@@ -60,6 +60,7 @@ def run(
     resume: Literal["never", "allow", "must"] = "never",
     callbacks: Sequence[object] = (),
     log_to_file: bool | str | Sequence[str] = False,
+    delivery: Literal["thread"] = "thread",
     tags: Mapping[str, str] | None = None,
     chdir: bool = False,
 ) -> RunResult:
@@ -85,6 +86,7 @@ def run(
             experiment, if there is one. ``must``: it is an error if there is none.
         callbacks: objects with ``on_result`` and ``should_stop`` hooks.
         log_to_file: True: copy stdout and stderr into the run directory; or the name of one file, or two names.
+        delivery: who delivers to the trackers: ``thread``, threads of this process.
         tags: free words, kept with the run.
         chdir: make the run directory the working directory meanwhile.
 
@@ -109,6 +111,7 @@ def run(
         "failures": failures,
         "resume": resume,
         "log_to_file": list(log_to_file) if isinstance(log_to_file, tuple) else log_to_file,
+        "delivery": delivery,
         "tags": tags,
         "chdir": chdir,
     }

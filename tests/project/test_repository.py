@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,28 @@ def test_constraints_name_versions_only():
     """constraints.txt pins by plain name and version."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[\w.+!]+", line), line
+
+
+def test_the_wheel_holds_core_and_plugins(tmp_path):
+    """One wheel brings both packages, typed, with the entry points, and nothing else."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("trainyard-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+    assert {"trainyard", "trainyard_plugins"} == {name.split("/")[0] for name in names if ".dist-info" not in name}
+    for name in (
+        "trainyard/py.typed",
+        "trainyard/cli/main.py",
+        "trainyard_plugins/py.typed",
+        "trainyard_plugins/stores/file.py",
+    ):
+        assert name in names
+    assert "csv = trainyard_plugins.trackers.csv:CsvTracker" in points
+    assert "trainyard = trainyard.cli.main:main" in points
 
 
 @pytest.mark.parametrize("style", ["class", "function"])

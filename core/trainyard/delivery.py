@@ -170,7 +170,7 @@ class Lane:
                 locked = locked or self._take_lock()
                 if not locked:
                     backoff = _POLL_S  # another process delivers this lane
-                elif self.attempt():
+                elif self.attempt(hurry=last_round):
                     backoff = 0.0
                     if last_round:
                         return
@@ -200,8 +200,11 @@ class Lane:
         self._rewind_to_confirmed()
         return True
 
-    def attempt(self) -> bool:
-        """Deliver and confirm all that the journal holds now.
+    def attempt(self, *, hurry: bool = True) -> bool:
+        """Deliver all that the journal holds now.
+
+        Args:
+            hurry: confirm it at once; else twice a second is enough, since a confirmation costs the disk an fsync.
 
         Returns:
             Whether it worked; if not, the lane stands again at what was last confirmed.
@@ -210,9 +213,9 @@ class Lane:
             try:
                 for group in self._groups():
                     self._hand_over(group)
-                    if self.spec.on_error == "drop" or time.monotonic() - self._confirmed_at > _CONFIRM_EVERY_S:
+                    if self.spec.on_error == "drop" or self._confirmation_is_due:
                         self._confirm()
-                if self._unconfirmed:
+                if self._unconfirmed and (hurry or self._confirmation_is_due):
                     self._confirm()
                 return True
             except Rejected as refusal:
@@ -224,6 +227,10 @@ class Lane:
             except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
                 self._failed(error)
                 return False
+
+    @property
+    def _confirmation_is_due(self) -> bool:
+        return time.monotonic() - self._confirmed_at > _CONFIRM_EVERY_S
 
     @property
     def position(self) -> int:

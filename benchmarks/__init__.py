@@ -1,0 +1,1 @@
+"""What trainyard costs, beside what people use instead: ``python -m benchmarks``."""

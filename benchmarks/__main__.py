@@ -52,7 +52,10 @@ def main() -> int:
         print(f"\n## {PARTS[part]}\n", *report.tables(measurements, medians, part), sep="\n\n")
     print("\n## Targets\n", report.targets(medians), sep="\n")
     if not args.quick and {row["part"] for row in rows} == set(PARTS):
-        command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+        # with --only, the page joins rows of several commands: it names them all
+        command = "`, then `".join(
+            dict.fromkeys(row.get("command", "python -m benchmarks") for row in sorted(rows, key=lambda row: row["at"]))
+        )
         rounds = max(row["round"] for row in rows) + 1
         page = report.page(measurements, medians, command=command, rounds=rounds, date=time.strftime("%Y-%m-%d"))
         (ROOT / "docs" / "benchmarks.md").write_text(page, encoding="utf-8")
@@ -86,6 +89,7 @@ def run(measurements: list[Measurement], rounds: int) -> list[dict[str, Any]]:
         for number in range(rounds):
             for one in chosen:
                 row = {"part": part, "table": one.table, "title": one.title, "round": number, **_run(one, scratch)}
+                row["command"] = " ".join(["python -m benchmarks", *sys.argv[1:]])
                 row["at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
                 rows.append(row)
                 figure = one.shown[0]

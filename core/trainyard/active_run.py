@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,12 @@ DRAIN_S = 30.0
 """Seconds that the end of a run gives its trackers to catch up; what is left then stays in the journal."""
 
 _current: contextvars.ContextVar[Run | None] = contextvars.ContextVar("trainyard_run", default=None)
-_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+_open_runs: set[Run] = set()  # strong: a run that nobody holds any more is still to be ended at exit
 
 
 def _after_fork_in_child() -> None:
     for run in _open_runs:
-        run._lock = threading.RLock()  # a thread that is not here may have held it
+        run._lock, run._saving = threading.RLock(), threading.RLock()  # a thread that is not here may have held them
 
 
 if hasattr(os, "register_at_fork"):
@@ -90,6 +89,7 @@ class Run:
         stop: says of a result whether the run is to end.
         resources: what it was given.
         tags: added to those that the run has.
+        settings: what a later resume needs; None leaves those on record.
 
     Attributes:
         info: what hooks are told of the run.
@@ -117,6 +117,7 @@ class Run:
         stop: Callable[[Result], bool] | None = None,
         resources: Resources | None = None,
         tags: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         directory.create()
         directory.take_lock()
@@ -129,6 +130,7 @@ class Run:
             written, self._secrets = redact(given), secret_values(given)
             self.record.config, self.record.status = written, "running"
             self.record.tags = {**self.record.tags, **(tags or {})}
+            self.record.settings = self.record.settings if settings is None else dict(settings)
             directory.write(self.record)
             path = str(directory.path)
             self.info = RunInfo(
@@ -139,18 +141,21 @@ class Run:
             self.checkpoints.collect_garbage()
             self.counters = Counters()
             self.last_result: dict[str, Any] = {}
+            self._last_written: dict[str, Any] = {}
             self.start_checkpoint: Checkpoint | None = None
             self.seq = 0
             self.head = 0
             self.stop = stop
             self.resources = resources
             self._lock = threading.RLock()
+            self._saving = threading.RLock()
             self._ended: Status | None = None
             self._context = context(self.id, self.config)
             self._on_result = [plugin for plugin in callbacks if "on_result" in plugin.hooks]
             self._should_stop = [plugin for plugin in callbacks if "should_stop" in plugin.hooks]
             self._logged_at = time.perf_counter()
             self._owner = os.getpid()
+            self._working_directory = os.getcwd()
             if resumed:
                 self._find_where_it_stopped()
             self._journal = JournalWriter(directory.journal)
@@ -270,7 +275,7 @@ class Run:
             except (TypeError, ValueError, OverflowError) as error:
                 raise explain(written, error) from error
             result.update(self._context)
-            self.counters, self.seq, self.head, self.last_result = after, seq, seq, result
+            self.counters, self.seq, self.head, self.last_result, self._last_written = after, seq, seq, result, written
             return result
 
     @staticmethod
@@ -336,13 +341,15 @@ class Run:
             JournalError: the run has ended, or belongs to a parent process.
         """
         self._journal.check_open()
-        with self._lock:
+        with self._saving:  # a lock of its own: other threads log meanwhile
+            with self._lock:
+                moment: dict[str, Any] = {
+                    "counters": self.counters, "metrics": self.written_metrics(), "journal_seq": self.head
+                }  # fmt: skip
             with self.checkpoints.stage() as staging:
                 fill(staging, source)
                 self._journal.sync()  # a checkpoint must never know of results that a power cut can take back
-                checkpoint = self.checkpoints.commit(
-                    staging, counters=self.counters, metrics=self.written_metrics(), journal_seq=self.head
-                )
+                checkpoint = self.checkpoints.commit(staging, **moment)
             self._journal.append(
                 CheckpointRecord(
                     seq=self.seq,
@@ -359,7 +366,7 @@ class Run:
 
     def written_metrics(self) -> dict[str, Any]:
         """The last result as it stands in the journal."""
-        return recordable({name: value for name, value in self.last_result.items() if name not in self._context})
+        return {name: value for name, value in self._last_written.items() if name not in self._context}
 
     # -- how it goes on ------------------------------------------------------------------------------------------
 
@@ -397,7 +404,8 @@ class Run:
                         ResumedRecord(seq=self.seq, time=time.time(), keep=keep, context=self._written_context)
                     )
             self.counters = manifest.counters.restored() if manifest else Counters()
-            self.last_result = {**manifest.metrics, **self._context} if manifest and manifest.metrics else {}
+            self._last_written = dict(manifest.metrics) if manifest else {}
+            self.last_result = {**self._last_written, **self._context} if self._last_written else {}
 
     def finish(self, status: Status = "completed", error: BaseException | None = None) -> RunResult:
         """End the run: everything durable, trackers caught up within 30 s. Calling it again changes nothing.
@@ -423,7 +431,8 @@ class Run:
         message = None
         try:
             if error is not None:
-                message = hide("".join(traceback.format_exception_only(error)).strip(), self._secrets)
+                text = "".join(traceback.format_exception_only(error)).strip()
+                message = hide(text, self._secrets).encode(errors="backslashreplace").decode()
                 self.note_error(error)
             self._journal.append(EndedRecord(seq=self.seq, time=time.time(), status=status, error=message))
             self._close_journal()
@@ -433,8 +442,10 @@ class Run:
             except OSError as why:  # the journal has it
                 logger.warning("cannot write %s: %s", self._directory.json, why.strerror)
         finally:
-            self.delivery.drain(DRAIN_S)
-            self._directory.lock.release()
+            try:
+                self.delivery.drain(DRAIN_S)
+            finally:
+                self._directory.lock.release()
         for lane in self.delivery.lanes:
             owed = self.seq - lane.position
             if owed or not lane.state.ended:
@@ -447,7 +458,7 @@ class Run:
     def note_error(self, error: BaseException) -> None:
         """Append a traceback to ``error.txt``."""
         try:
-            with open(self._directory.error, "a", encoding="utf-8") as file:
+            with open(self._directory.error, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(hide("".join(traceback.format_exception(error)), self._secrets))
         except OSError as why:
             logger.warning("cannot write %s: %s", self._directory.error, why.strerror)
@@ -478,11 +489,21 @@ class Run:
         for record in JournalReader(self._directory.journal):
             if isinstance(record, ResultRecord):
                 self.seq = record.seq
-        self.start_checkpoint = self.checkpoints.newest_good()
+        self.start_checkpoint = self._trusted(self.checkpoints.newest_good())
         self.head = 0
         if self.start_checkpoint is not None:
             self.head = self.start_checkpoint.manifest.journal_seq
             self.restore_counters(self.start_checkpoint)
+
+    def _trusted(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """A checkpoint that opens its pickled leaves, if it was this run that pickled them."""
+        if checkpoint is not None:
+            checkpoint.trusted = checkpoint.manifest.pickled_by == self.id
+        return checkpoint
+
+    def newest_good_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of this run that verifies."""
+        return self._trusted(self.checkpoints.newest_good())
 
     def _close_journal(self) -> None:
         deadline = time.monotonic() + DRAIN_S
@@ -493,12 +514,11 @@ class Run:
         self._journal.close()
 
     def _note_git_state(self) -> None:
-        state = git_state()
-        with self._lock:
-            if state is not None and self._ended is None:
-                self.record.git = state
-                with contextlib.suppress(OSError):
-                    self._directory.write(self.record)
+        state = git_state(self._working_directory)
+        if state is not None:  # finish() waits for us before it writes
+            self.record.git = state
+            with contextlib.suppress(OSError):
+                self._directory.write(self.record)
 
 
 def fill(staging: Staging, source: CheckpointSource) -> None:
@@ -538,7 +558,7 @@ def get_run() -> Run | None:
 
 
 def new_run_directory(root: Path, experiment: str, trainable: str, name: str | None, run_id: str) -> RunDirectory:
-    """The directory for a new run. A name that is taken gets a suffix.
+    """Make the directory for a new run. A name that is taken, even in this moment, gets a suffix.
 
     Args:
         root: the storage root.
@@ -548,11 +568,14 @@ def new_run_directory(root: Path, experiment: str, trainable: str, name: str | N
         run_id: the run's id.
     """
     if name is None:
-        stem = safe_name(trainable)[: NAME_LIMIT - len(run_id) - 1]
-        return RunDirectory(root / experiment / f"{stem}_{run_id}")
+        name = f"{safe_name(trainable)[: NAME_LIMIT - len(run_id) - 1]}_{run_id}"
     check_name(name, "name")
-    path = root / experiment / name
-    return RunDirectory(path if not path.exists() else root / experiment / f"{name[: NAME_LIMIT - 5]}_{run_id[:4]}")
+    taken = name
+    while True:
+        directory = RunDirectory(root / experiment / name)
+        if directory.claim():
+            return directory
+        name = f"{taken[: NAME_LIMIT - 5]}_{secrets.token_hex(2)}"
 
 
 def new_run(
@@ -561,7 +584,7 @@ def new_run(
     """The directory and identity of a new run.
 
     Returns:
-        Both, for :class:`Run`; nothing is written yet.
+        Both, for :class:`Run`; the directory is empty yet.
     """
     run_id = secrets.token_hex(5)
     directory = new_run_directory(

@@ -24,7 +24,7 @@ import msgspec
 from trainyard.errors import CheckpointCorrupt, CheckpointError
 from trainyard.files import HashingWriter, hash_bytes, hash_file, sync_directory, sync_file, write_atomic
 from trainyard.results import Counters
-from trainyard.state import TREE_NAME, load_state, save_state
+from trainyard.state import DATA_NAME, TREE_NAME, load_state, save_state
 from trainyard.values import flatten, strict_metrics, with_nonfinite
 from trainyard.version import __version__
 
@@ -72,6 +72,7 @@ class Manifest(msgspec.Struct, rename={"self_hash": "self"}):
         pickled: the leaves of the state that need pickle.
         writer: host, pid and versions.
         nonfinite: the metrics, by path, that are one of the strings which stand for NaN and the infinities.
+        pickled_by: the run whose code the pickled leaves hold: it opens them without being allowed to.
         restore_path: the file in it that an old-style ``_save`` returned, for its ``_restore``; else empty.
         self_hash: in the file named ``self``: the hash of all the rest.
     """
@@ -91,6 +92,7 @@ class Manifest(msgspec.Struct, rename={"self_hash": "self"}):
     version: int = VERSION
     self_hash: str = ""
     nonfinite: list[str] = []
+    pickled_by: str | None = None
     restore_path: str = ""
 
     def encode(self) -> bytes:
@@ -143,11 +145,16 @@ class Checkpoint:
 
     Args:
         path: its directory, or a ``file://`` URL.
+
+    Attributes:
+        path: its directory.
+        trusted: :meth:`load` opens pickled leaves; set where the very run that pickled them goes on from it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: str = str(local_path(path))
         self._manifest: Manifest | None = None
+        self.trusted = False
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -186,6 +193,8 @@ class Checkpoint:
                 data = where.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 raise CheckpointError(_why_no_manifest(Path(self.path))) from None
+            except OSError as error:
+                raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
             self._manifest = Manifest.decode(data, str(where))
         return self._manifest
 
@@ -235,7 +244,7 @@ class Checkpoint:
         except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
         except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         return None if digest == entry.hash else f"{path} is damaged: its hash is not the one in the manifest"
 
     @property
@@ -260,7 +269,7 @@ class Checkpoint:
         self.verify()
         if not self.holds_state:
             raise CheckpointError(f"{self.path} holds files, no dict state: open them with as_directory()")
-        return load_state(Path(self.path), only=only, allow_pickle=allow_pickle)
+        return load_state(Path(self.path), only=only, allow_pickle=allow_pickle or self.trusted)
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
@@ -287,7 +296,7 @@ class Checkpoint:
             if self.committed:
                 known = {entry.path for entry in self.manifest.files} | {MANIFEST_NAME, METADATA_NAME}
                 names = [name for name in names if name in known]
-            for name in names:
+            for name in sorted(names, key=lambda name: name == MANIFEST_NAME):  # the manifest last, as in a commit
                 target = Path(path, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(source, name), target)
@@ -357,11 +366,13 @@ class Staging:
         self.path = parent / f"{STAGING_PREFIX}{self.token}"
         self._known: dict[str, FileEntry] = {}
         self._pickled: list[str] = []
+        self._pickled_by: str | None = None
         self.restore_path = ""
 
     def __enter__(self) -> Staging:
         try:
             self.path.mkdir(parents=True)
+            sync_directory(self.path.parent.parent)
         except OSError as error:
             raise CheckpointError(f"cannot write a checkpoint into {self.path.parent}: {error.strerror}") from error
         return self
@@ -388,10 +399,18 @@ class Staging:
         """
         if (source / MANIFEST_NAME).is_file():
             known = Checkpoint(source).manifest
-            self._pickled, self.restore_path = known.pickled, known.restore_path
+            self._pickled, self._pickled_by, self.restore_path = known.pickled, known.pickled_by, known.restore_path
+            expected = {entry.path: entry.hash for entry in known.files}
+        else:
+            expected = {}
         for relative in _files_below(source):
-            if relative in (MANIFEST_NAME, METADATA_NAME):
+            if relative == MANIFEST_NAME:
                 continue
+            if relative == METADATA_NAME:
+                shutil.copyfile(source / relative, self.path / relative)
+                continue
+            if relative in (TREE_NAME, DATA_NAME) and relative not in expected:
+                raise CheckpointError(f"{source / relative} has a name that a checkpoint takes for its dict state")
             with _saving(self.path.parent):
                 target = self.path / relative
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -403,6 +422,8 @@ class Staging:
                     digest = writer.close()
                 finally:
                     writer.abort()
+            if expected.get(relative, digest) != digest:
+                raise CheckpointCorrupt(f"{source / relative} is damaged: its hash is not the one in the manifest")
             self._known[relative] = FileEntry(relative, writer.size, digest)
 
     def commit(
@@ -425,12 +446,16 @@ class Staging:
             CheckpointError: links among the files, or `target` is taken by something else.
         """
         names = [name for name in _files_below(self.path) if name != METADATA_NAME]
+        for name in {TREE_NAME, DATA_NAME}.intersection(names) - self._known.keys():
+            raise CheckpointError(f"a file of the checkpoint is named {name}, which it takes for its dict state")
         if MANIFEST_NAME in names:
             raise CheckpointError(f"a file of the checkpoint is named {MANIFEST_NAME}, the name of its manifest")
         with _saving(target.parent):
             with ThreadPoolExecutor(1 if len(names) < 4 else _WORKERS) as pool:
                 files = list(pool.map(self._seal, names))
-            for folder in sorted({(self.path / name).parent for name in names} - {self.path}):
+            for folder in sorted(
+                {above for name in names for above in (self.path / name).parents if self.path in above.parents}
+            ):
                 sync_directory(folder)
             manifest = Manifest(
                 run_id=run_id,
@@ -443,6 +468,7 @@ class Staging:
                 journal_seq=journal_seq,
                 files=files,
                 pickled=self._pickled,
+                pickled_by=(self._pickled_by or run_id) if self._pickled else None,
                 restore_path=self.restore_path,
                 writer=Writer(platform.node(), os.getpid(), platform.python_version(), __version__),
             )

@@ -22,7 +22,7 @@ from trainyard.errors import ConfigError, PluginConfigError, unknown
 from trainyard.records import Result
 from trainyard.redaction import hide, resolve_environment, secret_values
 from trainyard.resources import Resources
-from trainyard.rundir import check_name
+from trainyard.rundir import check_name, safe_name
 from trainyard.storage import CheckpointPolicy, LocalStore
 from trainyard.values import flatten
 
@@ -40,6 +40,8 @@ __all__ = [
 DEFAULT_STORAGE = "./runs"
 DEFAULT_EXPERIMENT = "default"
 DEFAULT_TRACKERS = ("json", "csv")
+
+_OURS = ("run.json", "error.txt", "journal", "delivery", "checkpoints", "artifacts")  # names in a run directory
 
 _COMMON_OPTIONS = ("type", "include", "exclude", "on_error")
 
@@ -265,6 +267,10 @@ def _check_values(config: RunConfig, place: Callable[[str], str]) -> None:
     if config.name is not None:
         check_name(config.name, place("name"))
     StopRule.check(config.stop, place)
+    names = [config.log_to_file] if isinstance(config.log_to_file, str) else config.log_to_file or []
+    for name in names if isinstance(names, list) else []:
+        if name in _OURS or name != safe_name(name):
+            raise ConfigError(f"{place('log_to_file')}: {name!r} cannot be a file for output in the run directory")
     if isinstance(config.log_to_file, list) and len(config.log_to_file) != 2:
         raise ConfigError(f"{place('log_to_file')}: true, one file's name, or two of them for stdout and stderr")
     Resources.parse(config.resources, place("resources"))

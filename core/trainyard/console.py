@@ -27,7 +27,7 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write to both. Returns the number of characters."""
-        with contextlib.suppress(ValueError):  # closed: somebody kept this stream beyond its run
+        with contextlib.suppress(ValueError, OSError):  # closed, or the disk is full: no reason to stop a print
             self._copy.write(text)
         return self._stream.write(text)
 
@@ -38,7 +38,7 @@ class Tee(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush both."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OSError):
             self._copy.flush()
         with contextlib.suppress(ValueError):
             self._stream.flush()
@@ -74,6 +74,9 @@ class Tee(io.TextIOBase):
     def isatty(self) -> bool:
         """Whether the first is a terminal."""
         return self._stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def writable(self) -> bool:
         """True."""
@@ -112,4 +115,5 @@ def capture(stdout: Path | None, stderr: Path | None) -> Iterator[None]:
                     top._stream = tee._stream
                 top = top._stream
         for file in files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from trainyard.errors import Rejected
-from trainyard.files import write_atomic
+from trainyard.files import sync_file, write_atomic
 from trainyard.journal import (
     ArtifactRecord,
     CheckpointRecord,
@@ -147,7 +147,7 @@ class Lane:
         self._state_path = folder / f"{spec.name}.json"
         self._rejected_path = folder / f"{spec.name}.rejected.jsonl"
         self._lock = FileLock(folder / f".{spec.name}.lock")
-        self.state = LaneState.read(self._state_path) or LaneState(spec.name, spec.type)
+        self.state = self._read_state()
         self._plugin: Plugin | None = None
         self._keep = _metric_filter(spec.include, spec.exclude)
         self._rewind_to_confirmed()
@@ -194,9 +194,13 @@ class Lane:
             self._lock.release()
 
     def _take_lock(self) -> bool:
-        if not self._lock.acquire():
+        try:
+            if not self._lock.acquire():
+                return False
+        except OSError as error:
+            logger.debug("cannot lock %s: %s", self._lock.path, error)
             return False
-        self.state = LaneState.read(self._state_path) or self.state  # another process may have come further
+        self.state = self._read_state()  # another process may have come further
         self._rewind_to_confirmed()
         return True
 
@@ -238,6 +242,16 @@ class Lane:
         return self.state.seq
 
     # -- reading -------------------------------------------------------------------------------------------------
+
+    def _read_state(self) -> LaneState:
+        fresh = LaneState(self.spec.name, self.spec.type)
+        state = LaneState.read(self._state_path) or fresh
+        for journal, offset in state.cursor.items():
+            path = self._journals / journal
+            if offset > (path.stat().st_size if path.exists() else 0):
+                logger.warning("%s is shorter than what tracker %r has had of it: it begins anew", path, self.spec.name)
+                return fresh
+        return state
 
     def _rewind_to_confirmed(self) -> None:
         """Stand where the state file says, and forget all that came after."""
@@ -284,6 +298,9 @@ class Lane:
             results.append(Result(record.seq, record.time, record.step, {**metrics, **context}))
         return results
 
+    def _history(self, group: _Group) -> History:
+        return History(self._journals / MAIN_JOURNAL, group.offset, self._keep, frozenset(self.state.rejected))
+
     # -- handing over --------------------------------------------------------------------------------------------
 
     def _hand_over(self, group: _Group) -> None:
@@ -302,15 +319,15 @@ class Lane:
                 artifact = Artifact(first.name, str(path), first.size, first.time)
                 plugin.call("log_artifact", run=run, artifact=artifact, notes=notes)
             case CheckpointRecord():
-                checkpoint = CheckpointInfo(first.index, first.iteration, first.url, first.metrics, first.size)
+                metrics = self._keep(first.metrics) if self._keep else first.metrics
+                checkpoint = CheckpointInfo(first.index, first.iteration, first.url, metrics, first.size)
                 plugin.call("log_checkpoint", run=run, checkpoint=checkpoint, notes=notes)
             case ResumedRecord():
                 self._resumed_at = first.time
                 if self._ended:
                     plugin.call("log_start", run=run, notes=notes)
                     self._ended = False
-                history = History(self._journals / MAIN_JOURNAL, group.offset, self._keep)
-                plugin.call("log_rewind", run=run, results=history, notes=notes)
+                plugin.call("log_rewind", run=run, results=self._history(group), notes=notes)
             case EndedRecord() if first.time < self._resumed_at:
                 pass  # it was found dead, and resumed before anybody was told
             case EndedRecord():
@@ -336,6 +353,7 @@ class Lane:
         """Have the tracker flush, then move the cursor and save the notes, in one step."""
         if self._plugin is not None:
             self._plugin.call("flush")
+        sync_file(self._journals / MAIN_JOURNAL)  # the cursor must never know of records that a power cut can take back
         state = self.state
         state.cursor = dict(self._cursor)
         state.context_at, state.resumed_at = self._context_at, self._resumed_at
@@ -388,6 +406,8 @@ class Lane:
             state.seq = last.seq
         elif isinstance(last, StartedRecord | ResumedRecord):
             state.context_at = state.cursor.get(group.journal, 0)
+            state.resumed_at = last.time if isinstance(last, ResumedRecord) else state.resumed_at
+        state.ended = isinstance(last, EndedRecord)
         state.cursor = {**state.cursor, group.journal: group.offset}
         self._rewind_to_confirmed()
 
@@ -399,7 +419,14 @@ class Lane:
             OSError: they cannot be written.
         """
         group = self._group
-        batch = {record.seq: record for record in group.records if isinstance(record, ResultRecord)} if group else {}
+        batch: dict[int, Any] = {}
+        if group is not None:
+            rewound = isinstance(group.records[0], ResumedRecord)
+            batch = {
+                r.seq: r
+                for r in (self._history(group) if rewound else group.records)
+                if isinstance(r, Result | ResultRecord)
+            }
         seqs = [seq for seq in refusal.seqs if seq in batch and seq not in self.state.rejected]
         if not seqs:
             raise refusal
@@ -483,11 +510,17 @@ class History:
         journal: the main journal.
         until: read up to this offset; None: to the end.
         keep: a filter on the metrics.
+        aside: the seqs of results that were set aside.
     """
 
     def __init__(
-        self, journal: Path, until: int | None = None, keep: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self,
+        journal: Path,
+        until: int | None = None,
+        keep: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        aside: frozenset[int] = frozenset(),
     ) -> None:
+        self._aside = aside
         self._journal = journal
         self._until = until
         self._keep = keep
@@ -509,7 +542,7 @@ class History:
         context: dict[str, Any] = {}
         for record in self._records():
             if isinstance(record, ResultRecord):
-                if bound is None or record.seq <= bound:
+                if (bound is None or record.seq <= bound) and record.seq not in self._aside:
                     metrics = self._keep(record.metrics) if self._keep else record.metrics
                     yield Result(record.seq, record.time, record.step, {**metrics, **context})
             elif isinstance(record, StartedRecord | ResumedRecord):

@@ -62,6 +62,7 @@ class HashingWriter:
         self._hasher: threading.Thread | None = None
         self._flusher: threading.Thread | None = None
         self._flushed = 0
+        self._flush_error: OSError | None = None
 
     def write(self, data: Any) -> None:
         """Append one piece.
@@ -87,13 +88,17 @@ class HashingWriter:
         try:
             if self._flusher is not None:
                 self._flusher.join()
+            if self._flush_error is not None:  # the disk tells of it only once
+                raise self._flush_error
             os.fsync(self._fd)
         finally:
             self.abort()
         return HASH_PREFIX + self._digest.hexdigest()
 
     def abort(self) -> None:
-        """Close without waiting for the disk."""
+        """Close without making it durable."""
+        if self._flusher is not None:
+            self._flusher.join()
         if self._hasher is not None:
             self._pieces.put(None)
             self._hasher.join()
@@ -109,19 +114,18 @@ class HashingWriter:
             view = view[count:]
         if self.size - self._flushed >= self._FLUSH_EVERY and (self._flusher is None or not self._flusher.is_alive()):
             self._flushed = self.size
-            self._flusher = threading.Thread(target=_flush, args=(self._fd,), daemon=True)
+            self._flusher = threading.Thread(target=self._flush, daemon=True)
             self._flusher.start()
+
+    def _flush(self) -> None:
+        try:
+            getattr(os, "fdatasync", os.fsync)(self._fd)
+        except OSError as error:
+            self._flush_error = error
 
     def _hash_pieces(self) -> None:
         while (piece := self._pieces.get()) is not None:
             self._digest.update(piece)
-
-
-def _flush(fd: int) -> None:
-    try:
-        os.fdatasync(fd)
-    except (OSError, AttributeError):
-        pass  # only a head start: close() syncs again and raises
 
 
 def sync_file(path: Path) -> None:

@@ -274,13 +274,13 @@ class FunctionTrainable(Trainable):
         while not isinstance(item := self._reporter.items.get(), _Ended):
             metrics, checkpoint, duration = item
             try:
-                result = record(self.run, metrics, checkpoint, duration)
+                result = record(self._run, metrics, checkpoint, duration)
             except Exception as refusal:  # for the function: it is raised by its report
                 self._reporter.refusal = refusal
                 self._reporter.go_on.release()
                 continue
             if checkpoint is not None:
-                self._saved = self.run.checkpoints.all()[-1]
+                self._saved = self._run.checkpoints.all()[-1]
             return result
         self._ended = True
         if item.error is not None:
@@ -288,7 +288,7 @@ class FunctionTrainable(Trainable):
         return {DUPLICATE: True, "should_checkpoint": False, "checkpoint_dir_name": None}
 
     def _start(self) -> None:
-        reporter = self._reporter = _SteppedReporter(self.run)
+        reporter = self._reporter = _SteppedReporter(self._run)
 
         def work() -> None:
             error: BaseException | None = None
@@ -322,6 +322,11 @@ class FunctionTrainable(Trainable):
     def _fill(self, staging: Staging) -> None:
         staging.add_files(Path(self.save().path))
 
+    def _moment(self) -> dict[str, Any]:
+        known = self.save().manifest  # the function's state is the one of that report, not of the last
+        names = ("run_id", "index", "counters", "metrics", "journal_seq")
+        return {name: getattr(known, name) for name in names}
+
     def restore_from_object(self, obj: bytes, *, allow_pickle: bool = False) -> None:
         """The same from what ``save_to_object`` returned."""
         folder = unpacked(obj)
@@ -333,8 +338,8 @@ class FunctionTrainable(Trainable):
         found = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
         found.verify()
         self._unwind()
-        self.run.start_checkpoint = found
-        self.run.restore_counters(found)
+        self._run.start_checkpoint = found
+        self._run.restore_counters(found)
         self._restored = True
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

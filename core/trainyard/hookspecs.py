@@ -64,7 +64,7 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def request_resources(self, trainable: Any, config: dict[str, Any]) -> Resources | dict[str, Any] | None:
-        """Called once a run, to ask what it needs.
+        """Called once a run, to ask what it needs. The executor `inline`, which has nothing to give, does not ask.
 
         Question; launching process. Since 0.1.
 

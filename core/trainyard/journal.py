@@ -135,6 +135,7 @@ class JournalWriter:
         self._lock = threading.Lock()
         self._waiting: list[bytes] = []
         self._dirty = False
+        self._lost: str | None = None
         self._owner = os.getpid()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
@@ -197,11 +198,14 @@ class JournalWriter:
             self._retry()
             if self._waiting:
                 raise JournalError(f"{len(self._waiting)} records could not be written to {self.path}: no room")
+            if self._lost is not None:
+                raise JournalError(self._lost)
             fd, self._dirty = os.dup(self._fd), False
         try:  # outside of the lock, so that nobody's append waits for the disk
             os.fsync(fd)
         except OSError as error:
-            raise JournalError(f"the disk failed to keep {self.path}: {error.strerror}") from error
+            self._lost = f"the disk failed to keep {self.path}: {error.strerror}"  # it says so only once
+            raise JournalError(self._lost) from error
         finally:
             os.close(fd)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from trainyard.config import (
     tracker_specs,
 )
 from trainyard.console import capture
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, DeliveryError
 from trainyard.functional import FunctionTrainable, Reporter, Unwind, call
 from trainyard.records import Result, Status
 from trainyard.redaction import redact, resolve_environment
@@ -42,6 +43,9 @@ from trainyard.trainable import Trainable
 __all__ = ["execute", "run", "start_run"]
 
 logger = logging.getLogger("trainyard")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
 
 
 def run(
@@ -167,6 +171,8 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
         resolved = config.config  # the user's own object
     root = open_storage(config.storage, place("storage")).path(config.experiment).parent
     existing = _run_to_resume(config, root)
+    if existing is not None and _is_complete(existing, config):
+        return RunResult(existing.path)
     options: dict[str, Any] = {
         "config": resolved,
         "written_config": config.config,
@@ -178,7 +184,7 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
     }
     with _Signals() as signals:
         if existing is not None:
-            opened = Run(existing, tags=config.tags, **options)
+            opened = Run(existing, tags=config.tags, settings=_settings(config), **options)
         else:
             spec = (
                 config.trainable
@@ -260,6 +266,17 @@ def _run_to_resume(config: RunConfig, root: Path) -> RunDirectory | None:
     return None
 
 
+def _is_complete(directory: RunDirectory, config: RunConfig) -> bool:
+    """Whether a run that is to be resumed has come to its end already, and nothing asks for more of it."""
+    found = RunResult(directory.path)
+    if found.status != "completed":
+        return False
+    if callable(config.stop) or config.stop == found.record.settings.get("stop"):
+        return True
+    metrics = found.metrics
+    return bool(metrics) and StopRule(config.stop)(Result(0, 0.0, 0, metrics))
+
+
 def _settings(config: RunConfig) -> dict[str, Any]:
     """What a later ``trainyard resume`` needs; what only Python can say is left out."""
     settings: dict[str, Any] = {}
@@ -274,7 +291,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             continue
         if key == "trackers":
             value = named_trackers(value)
-        settings[key] = msgspec.to_builtins(value)
+        settings[key] = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
     return redact(settings)  # type: ignore[no-any-return]
 
 
@@ -289,6 +306,7 @@ class _Attempts:
         self.stop_rule = run.stop if isinstance(run.stop, StopRule) else None
         self.saved_at = run.counters.iteration if run.start_checkpoint else -1
         self.signals = signals
+        self.pause_s = 0.0  # the first time at once
 
     def run(self) -> RunResult:
         run = self.run_
@@ -301,8 +319,7 @@ class _Attempts:
             except BaseException as raised:
                 error = raised
             status, error = how_it_ended(error)
-            if status == "failed" and isinstance(error, Exception) and self.failures_left != 0:
-                self._go_back(error)
+            if isinstance(error, Exception) and self._tries_again(error):
                 continue
             if status == "completed" and self.signals.status is not None:
                 status = self.signals.status
@@ -311,16 +328,23 @@ class _Attempts:
                 raise KeyboardInterrupt  # it was pressed twice
             return result
 
-    def _go_back(self, error: Exception) -> None:
-        """Note the failure, and stand at the newest good checkpoint."""
+    def _tries_again(self, error: Exception) -> bool:
+        """Note the failure, and stand at the newest good checkpoint. False: this one is final."""
         run = self.run_
+        if self.failures_left == 0 or self.signals.status is not None or isinstance(error, DeliveryError):
+            return False
         self.failures_left -= 1
         run.note_error(error)
-        run.start_checkpoint = run.checkpoints.newest_good()
+        run.start_checkpoint = run.newest_good_checkpoint()
         run.restore_counters(run.start_checkpoint)
         self.saved_at = run.counters.iteration if run.start_checkpoint else -1
         where = f"iteration {run.counters.iteration}" if run.start_checkpoint else "the beginning"
         logger.warning("run %s failed: %s: %s; going on from %s", run.name, type(error).__name__, error, where)
+        until = time.monotonic() + self.pause_s
+        self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
+        while time.monotonic() < until and self.signals.status is None:
+            time.sleep(0.05)
+        return True
 
     def _train(self) -> None:
         if isinstance(self.trainable, type):

@@ -48,8 +48,12 @@ class FileLock:
         else:
             os.close(fd)
             return False
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{platform.node()} {os.getpid()}\n".encode())
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{platform.node()} {os.getpid()}\n".encode())
+        except OSError:
+            os.close(fd)
+            raise
         self._fd = fd
         _held.add(self)
         return True
@@ -68,9 +72,11 @@ class FileLock:
     def free(self) -> bool:
         """Whether nobody holds it at this moment."""
         try:
-            fd = os.open(self.path, os.O_RDWR)
-        except OSError:
+            fd = os.open(self.path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+        except FileNotFoundError:
             return True
+        except OSError:
+            return False  # nobody can tell, so nothing is made of it
         try:
             return _try_lock(fd)
         finally:

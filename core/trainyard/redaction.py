@@ -129,7 +129,7 @@ def secret_values(value: Any, key: str = "") -> frozenset[str]:
 
 def hide(text: str, secrets: Iterable[str]) -> str:
     """A message without these strings."""
-    for secret in secrets:
+    for secret in sorted(secrets, key=len, reverse=True):  # one may begin with another
         text = text.replace(secret, REDACTED)
     return text
 

@@ -20,7 +20,7 @@ import msgspec
 from trainyard.checkpoint import Checkpoint, local_path
 from trainyard.delivery import MAIN_JOURNAL, SYNC_JOURNAL, LaneState, surviving
 from trainyard.errors import ConfigError, RunLocked, TrainyardError, unknown
-from trainyard.files import write_atomic
+from trainyard.files import sync_directory, write_atomic
 from trainyard.journal import EndedRecord, JournalReader, ResultRecord, ResumedRecord, StartedRecord
 from trainyard.locks import FileLock
 from trainyard.records import Result, RunInfo, Status
@@ -79,11 +79,17 @@ class RunRecord(msgspec.Struct):
 
 
 @functools.cache
-def git_state() -> GitState | None:
-    """The repository of the working directory; asked once a process, at most 5 s."""
+def git_state(directory: str) -> GitState | None:
+    """The repository that a directory is in; asked once a process and directory, at most 5 s."""
     try:
         ask = functools.partial(
-            subprocess.run, capture_output=True, text=True, timeout=5, check=True, stdin=subprocess.DEVNULL
+            subprocess.run,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            cwd=directory,
         )
         commit = ask(["git", "rev-parse", "HEAD"]).stdout.strip()
         changed = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
@@ -130,8 +136,25 @@ class RunDirectory:
         self.error = path / "error.txt"
         self.lock = FileLock(path / ".lock")
 
+    def claim(self) -> bool:
+        """Make the directory, unless there is one of its name. Returns whether it was us who made it.
+
+        Raises:
+            ConfigError: that is not possible there.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except FileExistsError:
+            if self.path.exists():
+                return False
+            self.create()
+        except OSError:
+            self.create()
+        return True
+
     def create(self) -> None:
-        """Make the directory.
+        """Make the directory and those in it, as far as they are missing.
 
         Raises:
             ConfigError: that is not possible there.
@@ -139,6 +162,8 @@ class RunDirectory:
         try:
             for folder in (self.path, self.journal.parent, self.delivery):
                 folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, *list(self.path.parents)[:3]):  # their names, down from the storage root
+                sync_directory(folder)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied", str(self.path))
         except OSError as error:
@@ -153,7 +178,11 @@ class RunDirectory:
         Raises:
             RunLocked: a live process does.
         """
-        if not self.lock.acquire():
+        try:
+            taken = self.lock.acquire()
+        except OSError as error:
+            raise ConfigError(f"cannot lock {self.lock.path}: {error.strerror}") from error
+        if not taken:
             raise RunLocked(
                 f"run {self.path.name} is being written to by {self.lock.holder()} ({self.path}): wait for it, or stop it"
             )
@@ -168,6 +197,8 @@ class RunDirectory:
             return msgspec.json.decode(self.json.read_bytes(), type=RunRecord)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{self.path} is not a run directory: it has no run.json") from None
+        except OSError as error:
+            raise ConfigError(f"{self.json} cannot be read: {error.strerror}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.json} is damaged: {error}") from error
 
@@ -424,7 +455,7 @@ def list_runs(storage: Path, experiment: str | None = None) -> Iterator[RunResul
     for path in storage.glob(f"{experiment or '*'}/*/run.json"):
         try:
             found.append(RunResult(path.parent))
-        except ConfigError as error:
+        except TrainyardError as error:
             logger.warning("%s", error)
     yield from sorted(found, key=lambda run: run.record.created, reverse=True)
 

@@ -25,7 +25,7 @@ import mmap
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,15 +282,6 @@ class _Decoder:
         self.buffers = buffers
         self.allow_pickle = allow_pickle
         self.only = only  # what is still to be found
-        self.readers: dict[str, Callable[..., Any]] = {
-            "int": lambda digits: int(_of(str, digits), 16),
-            "complex": complex,
-            "bytearray": lambda data: bytearray(_of(bytes, data)),
-            "bytes": lambda i: bytes(self._buffer(i)),
-            "array": self._array,
-            "scalar": self._scalar,
-            "tensor": self._tensor,
-        }
 
     def node(self, node: Any, path: str, depth: int, wanted: bool) -> Any:
         if self.only is not None and path in self.only:
@@ -311,7 +302,26 @@ class _Decoder:
             return None
         if tag == "pickle":
             return self._unpickle(rest[0], path)
-        return self.readers[tag](*rest)
+        return self._leaf(tag, *rest)
+
+    def _leaf(self, tag: str, *rest: Any) -> Any:
+        # no table of bound methods: that would be a cycle, and keep the file mapped until the garbage collector comes by
+        match tag, rest:
+            case "int", (digits,):
+                return int(_of(str, digits), 16)
+            case "complex", (real, imaginary):
+                return complex(real, imaginary)
+            case "bytearray", (data,):
+                return bytearray(_of(bytes, data))
+            case "bytes", (buffer,):
+                return bytes(self._buffer(buffer))
+            case "array", (described, shape, order, buffer):
+                return self._array(described, shape, order, buffer)
+            case "scalar", (described, raw):
+                return self._scalar(described, raw)
+            case "tensor", (dtype, shape, grad, buffer):
+                return self._tensor(dtype, shape, grad, buffer)
+        raise ValueError(f"unknown node {tag!r}")
 
     def _dict(
         self, pairs: list[Any], path: str, depth: int, wanted: bool, kind: type[dict[Any, Any]]

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 
 from trainyard.checkpoint import MANIFEST_NAME, STAGING_PREFIX, Checkpoint, Staging, score
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointCorrupt, CheckpointError
 from trainyard.files import sync_directory
 from trainyard.results import Counters
 
@@ -156,14 +156,18 @@ class RunCheckpoints:
         return found[-1] if found else None
 
     def newest_good(self) -> Checkpoint | None:
-        """The newest one that verifies. Damaged ones on the way are set aside under another name, with a warning."""
+        """The newest one that verifies. Damaged ones on the way are set aside under another name, with a warning.
+
+        Raises:
+            CheckpointError: one cannot be read, or is of a newer trainyard: neither is a reason to go back.
+        """
         for index, path in reversed(self._directories()):
             if not (path / MANIFEST_NAME).is_file():
                 continue
             checkpoint = Checkpoint(path)
             try:
                 checkpoint.verify()
-            except CheckpointError as error:
+            except CheckpointCorrupt as error:
                 self._next = max(self._next, index + 1)
                 aside = path.with_name(f"{path.name}.damaged")
                 logger.warning(

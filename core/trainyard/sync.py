@@ -94,6 +94,8 @@ def replay(run: RunResult, tracker: str, options: Mapping[str, Any] | None = Non
     directory = RunDirectory(Path(run.path))
     directory.take_lock()
     try:
+        if last_outcome(directory.path)[0] is None:
+            _end_as_killed(directory)
         _deliver(run, tracker_specs({tracker: dict(options or {})}))
     finally:
         directory.lock.release()

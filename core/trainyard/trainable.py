@@ -55,6 +55,13 @@ _NAMES_OF_2019 = {
 _OBJECT_FORMAT = "trainyard-object"
 
 
+class _TheRun:
+    """The attribute ``run``, which gives way to one of the user's own of that name."""
+
+    def __get__(self, instance: Trainable | None, owner: type[Trainable]) -> Any:
+        return self if instance is None else instance._run
+
+
 class Trainable:
     """A training loop, cut into steps. Override :meth:`setup`, :meth:`step`, and to be able to save and restore
     :meth:`save_checkpoint` and :meth:`load_checkpoint`.
@@ -72,6 +79,7 @@ class Trainable:
     """
 
     _old_save = False
+    run = _TheRun()
 
     def __init__(
         self,
@@ -89,7 +97,7 @@ class Trainable:
         if run is None:
             self.config = _resolved(self.config)
             run = self._open_run(written)
-        self.run = run
+        self._run = run
         self._cleanups = contextlib.ExitStack()
         self._stopped = False
         self._restored = False
@@ -205,7 +213,7 @@ class Trainable:
             raise MetricError(f"step() of {type(self).__name__} needs to return a dict, not {type(metrics).__name__}")
         if DUPLICATE in metrics:
             return metrics
-        return self.run.record_result(metrics, duration, before=self._before_recording)
+        return self._run.record_result(metrics, duration, before=self._before_recording)
 
     def train_buffered(self, buffer_time_s: float, max_buffer_length: int = 1000) -> list[dict[str, Any]]:
         """Run steps until the time is over, the buffer is full, or a result wants attention.
@@ -238,7 +246,7 @@ class Trainable:
             NotImplementedError: ``save_checkpoint`` is not overridden.
         """
         if checkpoint_dir is None:
-            return self.run.save_checkpoint(self._fill)
+            return self._run.save_checkpoint(self._fill)
         target = local_path(checkpoint_dir)
         with Staging(target.parent) as staging:
             self._fill(staging)
@@ -263,13 +271,13 @@ class Trainable:
         manifest = checkpoint.manifest
         checkpoint.verify()
         if checkpoint.holds_state:
-            trusted = allow_pickle or manifest.run_id == self.run.id
+            trusted = allow_pickle or manifest.pickled_by == self._run.id
             self.load_checkpoint(load_state(Path(checkpoint.path), allow_pickle=trusted))
         else:
             self.load_checkpoint(
                 os.path.join(checkpoint.path, manifest.restore_path) if manifest.restore_path else checkpoint.path
             )
-        self.run.restore_counters(checkpoint)
+        self._run.restore_counters(checkpoint)
         self._restored = True
 
     def save_to_object(self) -> bytes:
@@ -302,7 +310,7 @@ class Trainable:
             return
         if not found.committed:
             raise CheckpointError(f"{found.path} is not a checkpoint: it has no {MANIFEST_NAME}")
-        self.run.checkpoints.remove(found)
+        self._run.checkpoints.remove(found)
 
     def export_model(self, export_formats: str | list[str], export_dir: str | None = None) -> dict[str, str]:
         """Export the model.
@@ -345,9 +353,9 @@ class Trainable:
             self.config = old
             return False
         self._cleanups.close()
-        self.run.finish()
+        self._run.finish()
         stdout, stderr = self._pop_log_files()
-        self.run = self._open_run(new_config)
+        self._run = self._open_run(new_config)
         self._cleanups.enter_context(capture(stdout, stderr))
         self._restored = False
         return True
@@ -368,36 +376,36 @@ class Trainable:
         finally:
             self._cleanups.close()
             if self._owns_run:
-                self.run.finish("failed" if error else "completed", error)
+                self._run.finish("failed" if error else "completed", error)
 
     # -- what can be asked ---------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int:
         """How many results were recorded, over all restores."""
-        return self.run.counters.iteration
+        return self._run.counters.iteration
 
     training_iteration = iteration
 
     @property
     def logdir(self) -> str:
         """The run directory."""
-        return self.run.path
+        return self._run.path
 
     @property
     def trial_id(self) -> str:
         """The run's id."""
-        return self.run.id
+        return self._run.id
 
     @property
     def trial_name(self) -> str:
         """The run's name."""
-        return self.run.name
+        return self._run.name
 
     @property
     def trial_resources(self) -> Resources | None:
         """What the run was given; None for a trainable built by hand."""
-        return self.run.resources
+        return self._run.resources
 
     def get_config(self) -> dict[str, Any]:
         """The config."""
@@ -405,13 +413,13 @@ class Trainable:
 
     def get_state(self) -> dict[str, Any]:
         """The counters, the last result, and the version."""
-        counters = self.run.counters
+        counters = self._run.counters
         return {
             "iteration": counters.iteration,
             "timesteps_total": counters.timesteps_total,
             "time_total": counters.time_total,
             "episodes_total": counters.episodes_total,
-            "last_result": self.run.last_result,
+            "last_result": self._run.last_result,
             "trainyard_version": __version__,
         }
 
@@ -434,11 +442,11 @@ class Trainable:
         fixed = {
             "date": date_string(int(now)),
             "timestamp": timestamp or int(now),
-            **self.run.context,
+            **self._run.context,
         }
         if debug_metrics_only:
             return fixed
-        counters = self.run.counters
+        counters = self._run.counters
         filled = {
             **fixed,
             "done": False,
@@ -488,7 +496,7 @@ class Trainable:
 
     def _moment(self) -> dict[str, Any]:
         """What a manifest says of this moment, for a checkpoint that is not one of the run's own."""
-        run = self.run
+        run = self._run
         metrics = run.written_metrics()
         return {"run_id": run.id, "index": 0, "counters": run.counters, "metrics": metrics, "journal_seq": run.head}
 

@@ -123,7 +123,7 @@ def _from_array(value: Any, path: str) -> Any:
             f"metric {path!r} is an array of {array.nbytes:,} bytes; among metrics an array has at most {ARRAY_LIMIT:,}: "
             "keep it as an artifact"
         )
-    return array if array.ndim else array.item()
+    return array.copy() if array.ndim else array.item()
 
 
 def _refuse_collisions(metrics: dict[str, Any]) -> None:

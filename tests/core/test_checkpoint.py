@@ -375,16 +375,45 @@ def test_links_and_special_files_are_not_saved(tmp_path, kind, way):
             )
 
 
-def test_adding_another_checkpoint_takes_its_files_only(saved, tmp_path):
-    """A copied checkpoint gets a manifest of its own."""
+def test_adding_another_checkpoint_takes_its_files_and_notes(saved, tmp_path):
+    """A copied checkpoint gets a manifest of its own, and keeps the user's notes."""
     saved.set_metadata({"note": 1})
     with Staging(tmp_path) as staging:
         staging.add_files(Path(saved.path))
         copy = staging.commit(tmp_path / "c", run_id="b", index=9, counters=Counters(), metrics={}, journal_seq=0)
     Checkpoint(copy.path).verify()
     assert Checkpoint(copy.path).index == 9
-    assert copy.get_metadata() == {}
+    assert copy.get_metadata() == {"note": 1}
     assert Checkpoint(copy.path).load()["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_copying_a_damaged_checkpoint_is_refused(saved, tmp_path):
+    """A copy never hides that a file of the original is damaged."""
+    path = Path(saved.path, "state.data")
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with Staging(tmp_path) as staging, pytest.raises(CheckpointError, match="damaged"):
+        staging.add_files(Path(saved.path))
+
+
+def test_pickled_leaves_stay_their_own_runs(tmp_path):
+    """A checkpoint that another run copies is opened without pickle by neither of them but the one that pickled it."""
+    first = commit(tmp_path / "first", {}, {"f": len, "object": object()})
+    with Staging(tmp_path) as staging:
+        staging.add_files(Path(first.path))
+        copy = staging.commit(tmp_path / "c", run_id="other", index=0, counters=Counters(), metrics={}, journal_seq=0)
+    assert (copy.manifest.run_id, copy.manifest.pickled_by) == ("other", first.manifest.run_id)
+    with pytest.raises(CheckpointError, match="pickled"):
+        copy.load()
+
+
+@pytest.mark.parametrize("name", ["state.msgpack", "state.data"])
+def test_names_of_the_dict_state_are_refused(tmp_path, name):
+    """A file of the user's with the name of a dict state would be taken for one, so it is refused at the save."""
+    with pytest.raises(CheckpointError, match=name):
+        commit(tmp_path / "c", {name: b"mine"})
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.data"])

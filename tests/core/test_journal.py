@@ -35,7 +35,7 @@ from trainyard.journal import (
 )
 from trainyard.values import recordable
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=6)
 ARRAYS = hnp.arrays(
     hnp.boolean_dtypes()
     | hnp.integer_dtypes(endianness="<")

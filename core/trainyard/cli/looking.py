@@ -87,7 +87,7 @@ def show(name: str, storage: str | None, as_json: bool) -> None:
     _show_checkpoints(out, run)
     if run.status == "failed" and Path(run.path, "error.txt").exists():
         out.print("\n[bold]error.txt[/]")
-        out.print(Text(Path(run.path, "error.txt").read_text()[-3000:].rstrip(), style="red"))
+        out.print(Text(Path(run.path, "error.txt").read_text(encoding="utf-8")[-3000:].rstrip(), style="red"))
 
 
 def _summary(run: RunResult) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Exit codes: 0; 1, the run failed; 2, a mistake of the user's; 130, interrupted; 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -58,7 +59,8 @@ class _StderrHandler(logging.Handler):
     """Writes to what is standard error at that moment: the live line and the copies of ``log_to_file`` stand in for it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            print(self.format(record), file=sys.stderr)
 
 
 def main() -> None:

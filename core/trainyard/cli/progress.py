@@ -32,6 +32,7 @@ class ProgressLine:
         self._began = time.perf_counter()
         self._first: int | None = None
         self._shown_at = 0.0
+        self._broken = False
         self._period = _REFRESH_S if self.console.is_terminal else _PLAIN_EVERY_S
         self._live: rich.progress.Progress | None = None
         self._task: Any = None
@@ -59,14 +60,17 @@ class ProgressLine:
         if self._first is None:
             self._first = iteration - 1
             self._began = now - (result.get("time_this_iter_s") or 0.0)
-        if now - self._shown_at < self._period and iteration != self._total:
+        if self._broken or (now - self._shown_at < self._period and iteration != self._total):
             return
         self._shown_at = now
         text = self._text(iteration, result, now)
-        if self._live is not None:
-            self._live.update(self._task, description=run.name, completed=iteration, text=text)
-        else:
-            self.console.print(Text(f"{run.name}  {text}"), soft_wrap=True)
+        try:
+            if self._live is not None:
+                self._live.update(self._task, description=run.name, completed=iteration, text=text)
+            else:
+                self.console.print(Text(f"{run.name}  {text}"), soft_wrap=True)
+        except (OSError, SystemExit):  # rich exits when nobody reads any more; a run does not end for that
+            self._broken = True
 
     def _text(self, iteration: int, result: Result, now: float) -> str:
         done = iteration - (self._first or 0)

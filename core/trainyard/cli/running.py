@@ -15,7 +15,7 @@ from rich.markup import escape
 from trainyard.cli.progress import ProgressLine
 from trainyard.cli.tables import coloured, console, duration, metrics_line, shown_path, table
 from trainyard.config import RunConfig, Source, StopRule, apply_overrides, parse_config, read_yaml
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, JournalError
 from trainyard.launch import execute
 from trainyard.redaction import REDACTED
 from trainyard.rundir import RunResult, open_run
@@ -80,7 +80,11 @@ def _mapping(trackers: Any) -> dict[str, Any]:
 def _run(config: RunConfig, source: Source) -> int:
     progress = ProgressLine(StopRule(config.stop).iterations)
     with progress:
-        result = execute(config, [progress], source)
+        try:
+            result = execute(config, [progress], source)
+        except JournalError as error:  # the run was over by then
+            click.echo(f"error: {error}", err=True)
+            return 1
     _summarise(result)
     return _EXIT_CODES[result.status]
 

@@ -75,9 +75,10 @@ def _runs(place: str | None, storage: str | None) -> list[RunResult]:
     directory = Path(place)
     if directory.is_dir() and not (directory / "run.json").is_file():
         below = [
-            RunResult(path.parent) for pattern in ("*/run.json", "*/*/run.json") for path in directory.glob(pattern)
-        ]
+            *list_runs(directory),
+            *list_runs(directory.parent, directory.name),
+        ]  # a storage root, or an experiment
         if below:
-            return sorted(below, key=lambda run: run.record.created)
+            return below
         raise ConfigError(f"there are no runs in {place}")
     return [find_run(place, root)]

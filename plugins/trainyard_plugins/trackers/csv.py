@@ -113,9 +113,8 @@ class CsvTracker:
                 count += len(batch)
                 yield self._format(batch)
 
-        file = rewritten(self._path, pieces())
-        self.close()
-        self._file = file
+        self.close()  # first: an open file cannot be replaced everywhere
+        file = self._file = rewritten(self._path, pieces())
         notes.update(columns=list(self._columns), rows=count, size=file.size)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from trainyard.checkpoint import Checkpoint, Staging
 from trainyard.config import named_trackers, open_storage, parse_config, tracker_specs
 from trainyard.delivery import Delivery, TrackerSpec
-from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError
+from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError, RunLocked
 from trainyard.journal import (
     ArtifactRecord,
     CheckpointRecord,
@@ -123,6 +123,10 @@ class Run:
         directory.take_lock()
         try:
             resumed = record is None
+            if record is not None and directory.json.exists():
+                raise RunLocked(
+                    f"run {record.name} was begun by another process in this moment: start again to resume it"
+                )
             self._directory = directory
             self.record = directory.read() if record is None else record
             self.config: dict[str, Any] = dict(config or {}) if not isinstance(config, dict) else config
@@ -493,6 +497,7 @@ class Run:
         self.head = 0
         if self.start_checkpoint is not None:
             self.head = self.start_checkpoint.manifest.journal_seq
+            self.seq = max(self.seq, self.head)  # larger only if somebody took the journal away
             self.restore_counters(self.start_checkpoint)
 
     def _trusted(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -557,7 +562,9 @@ def get_run() -> Run | None:
     return still_open[0] if len(still_open) == 1 else None
 
 
-def new_run_directory(root: Path, experiment: str, trainable: str, name: str | None, run_id: str) -> RunDirectory:
+def new_run_directory(
+    root: Path, experiment: str, trainable: str, name: str | None, run_id: str, adopt: bool
+) -> RunDirectory:
     """Make the directory for a new run. A name that is taken, even in this moment, gets a suffix.
 
     Args:
@@ -566,6 +573,7 @@ def new_run_directory(root: Path, experiment: str, trainable: str, name: str | N
         trainable: the trainable's name, for the default ``<trainable>_<id>``.
         name: the user's name for it, or None.
         run_id: the run's id.
+        adopt: take a directory of that name that holds no run yet, rather than another name.
     """
     if name is None:
         name = f"{safe_name(trainable)[: NAME_LIMIT - len(run_id) - 1]}_{run_id}"
@@ -573,22 +581,28 @@ def new_run_directory(root: Path, experiment: str, trainable: str, name: str | N
     taken = name
     while True:
         directory = RunDirectory(root / experiment / name)
-        if directory.claim():
+        if directory.claim() or adopt:
             return directory
         name = f"{taken[: NAME_LIMIT - 5]}_{secrets.token_hex(2)}"
 
 
 def new_run(
-    root: Path, experiment: str, trainable: str, name: str | None, written_config: Mapping[str, Any], **settings: Any
+    root: Path,
+    experiment: str,
+    trainable: str,
+    name: str | None,
+    written_config: Mapping[str, Any],
+    adopt: bool = False,
+    **settings: Any,
 ) -> tuple[RunDirectory, RunRecord]:
-    """The directory and identity of a new run.
+    """The directory and identity of a new run; its arguments as in :func:`new_run_directory`.
 
     Returns:
         Both, for :class:`Run`; the directory is empty yet.
     """
     run_id = secrets.token_hex(5)
     directory = new_run_directory(
-        root, check_name(experiment, "experiment"), trainable.rpartition(":")[2], name, run_id
+        root, check_name(experiment, "experiment"), trainable.rpartition(":")[2], name, run_id, adopt
     )
     record = new_record(
         id=run_id,
@@ -622,7 +636,7 @@ def open_new_run(
     directory, record = new_run(
         root, settings.experiment, trainable, settings.name, written_config, trackers=named_trackers(settings.trackers)
     )
-    record.tags = settings.tags
+    record.tags = redact(settings.tags)
     return Run(directory, record, config=config, written_config=written_config, trackers=specs)
 
 

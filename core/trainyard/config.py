@@ -315,7 +315,7 @@ class StopRule:
             return bool(self._call(result))
         for metric, threshold in self._thresholds.items():
             value = _look_up(result.metrics, metric)
-            if value is not None and value >= threshold:
+            if isinstance(value, int | float) and value >= threshold:
                 return True
         return False
 

@@ -354,21 +354,28 @@ class Lane:
         if self._plugin is not None:
             self._plugin.call("flush")
         sync_file(self._journals / MAIN_JOURNAL)  # the cursor must never know of records that a power cut can take back
-        state = self.state
-        state.cursor = dict(self._cursor)
-        state.context_at, state.resumed_at = self._context_at, self._resumed_at
-        state.seq, state.delivered, state.ended = self._seq, self._delivered, self._ended
-        state.notes = dict(self._notes)
-        if state.failing_since is not None:
+        state = msgspec.structs.replace(
+            self.state,
+            cursor=dict(self._cursor),
+            context_at=self._context_at,
+            resumed_at=self._resumed_at,
+            seq=self._seq,
+            delivered=self._delivered,
+            ended=self._ended,
+            notes=msgspec.json.decode(msgspec.json.encode(self._notes)),  # the tracker goes on changing its own
+            error=None,
+            failing_since=None,
+        )
+        self._save(state)
+        if self.state.failing_since is not None:
             logger.warning("tracker %r works again: run %s is being caught up", self.spec.name, self.run.name)
-        state.error = state.failing_since = None
-        self._save()
+        self.state = state
         self._unconfirmed = False
         self._confirmed_at = time.monotonic()
 
-    def _save(self) -> None:
+    def _save(self, state: LaneState) -> None:
         # Not durable on purpose: after a power cut an older state only means that more is delivered again
-        write_atomic(self._state_path, msgspec.json.format(msgspec.json.encode(self.state)), durable=False)
+        write_atomic(self._state_path, msgspec.json.format(msgspec.json.encode(state)), durable=False)
 
     # -- what goes wrong -----------------------------------------------------------------------------------------
 
@@ -393,7 +400,7 @@ class Lane:
         elif self.spec.on_error == "raise" and self._on_failure is not None:
             self._on_failure(f"tracker {self.spec.name!r} failed: {message}")
         try:
-            self._save()
+            self._save(self.state)
         except OSError as full:
             logger.debug("cannot write %s: %s", self._state_path, full)
 
@@ -443,7 +450,7 @@ class Lane:
         self.state.rejected = [*self.state.rejected, *seqs]
         self._close_plugin()
         self._rewind_to_confirmed()
-        self._save()
+        self._save(self.state)
 
     def _close_plugin(self) -> None:
         plugin, self._plugin = self._plugin, None

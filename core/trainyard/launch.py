@@ -153,13 +153,19 @@ def start_run(
     )
 
 
-def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source | None = None) -> RunResult:
+def execute(
+    config: RunConfig,
+    callbacks: Sequence[object] = (),
+    source: Source | None = None,
+    existing: RunDirectory | None = None,
+) -> RunResult:
     """Run what a config says.
 
     Args:
         config: validated.
         callbacks: plugin objects for the training process.
         source: the YAML file it came from, for the places of mistakes; trainables are looked for beside it too.
+        existing: the very run to go on with, wherever it lies.
     """
     place = source.place if source else str
     trainable = config.trainable
@@ -170,7 +176,7 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
     if resolved == config.config:
         resolved = config.config  # the user's own object
     root = open_storage(config.storage, place("storage")).path(config.experiment).parent
-    existing = _run_to_resume(config, root)
+    existing = existing or _run_to_resume(config, root)
     if existing is not None and _is_complete(existing, config):
         return RunResult(existing.path)
     options: dict[str, Any] = {
@@ -191,8 +197,18 @@ def execute(config: RunConfig, callbacks: Sequence[object] = (), source: Source 
                 if isinstance(config.trainable, str)
                 else f"{getattr(trainable, '__module__', '')}:{name}"
             )
-            directory, record = new_run(root, config.experiment, spec, config.name, config.config, **_settings(config))
-            record.tags = config.tags
+            directory, record = new_run(
+                root,
+                config.experiment,
+                spec,
+                config.name,
+                config.config,
+                adopt=config.resume != "never",
+                **_settings(config),
+            )
+            record.tags = redact(config.tags)
+            if source is not None and isinstance(config.trainable, str) and not _lies_here(config.trainable):
+                record.directory = source.directory or record.directory
             opened = Run(directory, record, **options)
         with (
             _captured(config.log_to_file, Path(opened.path)),
@@ -227,6 +243,11 @@ def _check_trainable(trainable: Any, policy: CheckpointPolicy, place: Callable[[
     if asked and not can_save:
         raise ConfigError(f"{place(f'checkpoint.{asked}')}: this trainable cannot be saved from outside: {mend}")
     return str(getattr(trainable, "__name__", type(trainable).__name__))
+
+
+def _lies_here(trainable: str) -> bool:
+    file = trainable.rpartition(":")[0]
+    return not file.endswith(".py") or Path(file).is_file()
 
 
 def _callback(callback: object) -> plugins.Plugin:
@@ -424,6 +445,7 @@ class _Signals:
         self.status: Status | None = None
         self.armed = False
         self._before: dict[int, Any] = {}
+        self._owner = os.getpid()
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
@@ -433,9 +455,13 @@ class _Signals:
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: object) -> None:
+        if os.getpid() != self._owner:  # a forked worker: a signal means to it what it meant before
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.status is not None:
             if number == signal.SIGINT and self.armed:
                 self.status = None  # run() raises it again

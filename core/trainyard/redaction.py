@@ -120,10 +120,14 @@ def secret_values(value: Any, key: str = "") -> frozenset[str]:
     if isinstance(value, list | tuple):
         return frozenset().union(*(secret_values(item, key) for item in value))
     if not isinstance(value, str):
-        return frozenset()
+        hidden = is_secret(key) and isinstance(value, int | float) and not isinstance(value, bool)
+        return frozenset({str(value)}) if hidden and len(str(value)) >= _SHORTEST_SECRET else frozenset()
     found = {os.environ.get(name, "") for name in _ENVIRONMENT.findall(value)}
     if is_secret(key) and not _ENVIRONMENT.search(value):
         found.add(value)
+    if "://" in value:
+        found |= {info["info"].partition(":")[2] or info["info"] for info in _USER_INFO.finditer(value)}
+        found |= {query["value"] for query in _QUERY.finditer(value)}
     return frozenset(secret for secret in found if len(secret) >= _SHORTEST_SECRET)
 
 
@@ -142,8 +146,8 @@ def resolve_environment(value: Any, where: str = "config") -> Any:
     """
     if isinstance(value, Mapping):
         return {k: resolve_environment(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, list):
-        return [resolve_environment(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if type(value) in (list, tuple):
+        return type(value)(resolve_environment(item, f"{where}[{i}]") for i, item in enumerate(value))
     if not isinstance(value, str) or "${env:" not in value:
         return value
 

@@ -11,7 +11,7 @@ import msgspec
 
 from trainyard.config import tracker_specs
 from trainyard.delivery import Delivery, LaneState, TrackerSpec
-from trainyard.errors import ConfigError, TrainyardError, unknown
+from trainyard.errors import ConfigError, RunLocked, TrainyardError, unknown
 from trainyard.journal import EndedRecord, JournalReader, JournalWriter, ResultRecord
 from trainyard.redaction import REDACTED
 from trainyard.rundir import RunDirectory, RunResult, last_outcome
@@ -64,16 +64,22 @@ def sync_run(run: RunResult, only: str | None = None) -> list[Owed]:
             raise ConfigError(f"run {run.name}: {unknown('tracker', only, trackers, label='its trackers')}")
         trackers = {only: trackers[only]}
     directory = RunDirectory(Path(run.path))
-    if not directory.lock.acquire():
+    directory.create()
+    try:
+        directory.take_lock()
+    except RunLocked:
         return [_standing(run, name, live=True) for name in trackers]
     try:
-        if last_outcome(directory.path)[0] is None:
-            _end_as_killed(directory)
+        _end_if_killed(directory)
         specs, refused = _specs(trackers)
         _deliver(run, specs)
     finally:
         directory.lock.release()
-    return [_standing(run, name, refused.get(name)) for name in trackers]
+    standings = [_standing(run, name, refused.get(name)) for name in trackers]
+    if only is None:  # those that were handed over as objects
+        others = [lane.tracker for lane in run.lanes() if lane.tracker not in trackers and not lane.ended]
+        standings += [_standing(run, name, "only the Python code that handed it over can build it") for name in others]
+    return standings
 
 
 def replay(run: RunResult, tracker: str, options: Mapping[str, Any] | None = None) -> Owed:
@@ -94,8 +100,7 @@ def replay(run: RunResult, tracker: str, options: Mapping[str, Any] | None = Non
     directory = RunDirectory(Path(run.path))
     directory.take_lock()
     try:
-        if last_outcome(directory.path)[0] is None:
-            _end_as_killed(directory)
+        _end_if_killed(directory)
         _deliver(run, tracker_specs({tracker: dict(options or {})}))
     finally:
         directory.lock.release()
@@ -130,7 +135,7 @@ def _standing(run: RunResult, name: str, refused: str | None = None, *, live: bo
     directory = RunDirectory(Path(run.path))
     state = LaneState.read(directory.delivery / f"{name}.json") or LaneState(name, name)
     newest = max((r.seq for r in JournalReader(directory.journal) if isinstance(r, ResultRecord)), default=0)
-    owed = newest - state.seq
+    owed = max(0, newest - state.seq)
     error = refused or state.error
     if error is None and not live and (owed or not state.ended):
         error = "it was too slow"
@@ -139,8 +144,10 @@ def _standing(run: RunResult, name: str, refused: str | None = None, *, live: bo
     )
 
 
-def _end_as_killed(directory: RunDirectory) -> None:
+def _end_if_killed(directory: RunDirectory) -> None:
     """Write the end that a dead process could not write, into a journal that is not its own."""
+    if directory.read().status != "running" or last_outcome(directory.path)[0] is not None:
+        return
     newest = max((r.seq for r in JournalReader(directory.journal) if isinstance(r, ResultRecord)), default=0)
     journal = JournalWriter(directory.sync_journal)
     journal.append(EndedRecord(seq=newest, time=time.time(), status="killed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,3 +180,60 @@ def test_nobody_reading_the_output_does_not_end_a_run(tmp_path):
     while time.monotonic() < until and ty.open_run(path).status == "running":
         time.sleep(0.05)
     assert (ty.open_run(path).status, len(ty.open_run(path).history())) == ("completed", 100)
+
+
+def test_a_forked_worker_obeys_signals(tmp_path):
+    """A pool inside of a step can be terminated: its workers do not inherit how a run takes signals."""
+    code = """
+import multiprocessing, os, sys, time, trainyard as ty
+class Pools(ty.Trainable):
+    def step(self):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return {"sum": sum(pool.map(abs, [-1, -2]))}
+print(ty.run(Pools, storage=sys.argv[1], stop={"training_iteration": 2}).status)
+"""
+    out, errors = in_a_process(code, tmp_path).communicate(timeout=60)
+    assert out == "completed\n", errors
+
+
+def test_notes_are_saved_as_they_were_confirmed(tmp_path):
+    """What a tracker changes in its notes after a confirmation is undone by a failure, however deep it lies."""
+
+    class Keeps:
+        failed = False
+
+        @ty.hookimpl
+        def log_results(self, results, notes):
+            for result in results:
+                notes.setdefault("seqs", []).append(result.seq)
+                if result.seq == 40 and not Keeps.failed:
+                    Keeps.failed = True
+                    raise RuntimeError("once")
+
+    def train(config):
+        for i in range(60):
+            ty.report({"i": i})
+            time.sleep(0.02)
+
+    result = ty.run(train, storage=tmp_path, trackers=[Keeps()])
+    state = LaneState.read(Path(result.path, "delivery", "Keeps.json"))
+    assert (True, list(range(1, 61))) == (Keeps.failed, state.notes["seqs"])
+
+
+def test_a_copied_run_is_resumed_where_it_lies(tmp_path, monkeypatch):
+    """`trainyard resume DIR` goes on with that very directory, wherever and whatever its name."""
+    from trainyard.cli.main import call
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "counting.py").write_text(
+        "import trainyard as ty\n\nclass Counting(ty.Trainable):\n    def step(self):\n        return {'n': self.iteration + 1}\n"
+        "    def save_checkpoint(self, checkpoint_dir):\n        return {}\n"
+        "    def load_checkpoint(self, checkpoint):\n        pass\n"
+    )
+    result = ty.run("counting.py:Counting", storage="runs", name="it", stop={"n": 3})
+    shutil.copytree(result.path, tmp_path / "elsewhere" / "copy")
+    assert call(["resume", "elsewhere/copy", "--set", "stop.n=5"]) == 0
+    assert len(ty.open_run(tmp_path / "elsewhere" / "copy").history()) == 5
+    assert len(ty.open_run(result.path).history()) == 3
+    sys.modules.pop("counting")

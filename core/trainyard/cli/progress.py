@@ -16,6 +16,7 @@ from trainyard.records import Result, RunInfo
 
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0
+_RATE_AFTER_S = 0.2  # before that a rate says nothing
 
 
 class ProgressLine:
@@ -76,7 +77,7 @@ class ProgressLine:
         done = iteration - (self._first or 0)
         rate = done / (now - self._began) if now > self._began else 0.0
         parts = [f"iteration {iteration}" + (f"/{self._total}" if self._total else ""), metrics_line(result.metrics)]
-        if rate:
+        if rate and now - self._began > _RATE_AFTER_S:
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{duration(1 / rate)} each")
             if self._total and iteration < self._total:
                 parts.append(f"{duration((self._total - iteration) / rate)} left")

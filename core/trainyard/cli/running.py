@@ -18,7 +18,7 @@ from trainyard.config import RunConfig, Source, StopRule, apply_overrides, parse
 from trainyard.errors import ConfigError, JournalError
 from trainyard.launch import execute
 from trainyard.redaction import REDACTED
-from trainyard.rundir import RunResult, open_run
+from trainyard.rundir import RunDirectory, RunResult, open_run
 from trainyard.values import flatten
 
 _EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 143}
@@ -53,9 +53,9 @@ def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
     found = open_run(name, storage)
     record = found.record
     data = {
-        **record.settings,
+        **_with_floats(record.settings),
         "trainable": record.trainable,
-        "config": record.config,
+        "config": _with_floats(record.config),
         "experiment": record.experiment,
         "name": record.name,
         "storage": str(Path(found.path).parent.parent),
@@ -70,18 +70,27 @@ def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
             raise ConfigError(
                 f"{key} was kept secret, so it is not on record: give it again with --set {key}=... (or as ${{env:NAME}})"
             )
-    return _run(parse_config(data, source), source)
+    return _run(parse_config(data, source), source, RunDirectory(Path(found.path)))
+
+
+def _with_floats(value: Any) -> Any:
+    """JSON's three strings as the floats that they stand for."""
+    if isinstance(value, dict):
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _mapping(trackers: Any) -> dict[str, Any]:
     return trackers if isinstance(trackers, dict) else {}
 
 
-def _run(config: RunConfig, source: Source) -> int:
+def _run(config: RunConfig, source: Source, existing: RunDirectory | None = None) -> int:
     progress = ProgressLine(StopRule(config.stop).iterations)
     with progress:
         try:
-            result = execute(config, [progress], source)
+            result = execute(config, [progress], source, existing)
         except JournalError as error:  # the run was over by then
             click.echo(f"error: {error}", err=True)
             return 1

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from trainyard.cli.tables import ago, console, table
 from trainyard.config import DEFAULT_STORAGE, load_yaml
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, TrainyardError
 from trainyard.rundir import RunResult, find_run, list_runs, open_run
 from trainyard.sync import Owed, sync_run
 from trainyard.sync import replay as replay_run
@@ -29,7 +29,16 @@ def sync(place: str | None, storage: str | None, only: str | None) -> int:
     Each tracker gets 30 s a run. A run that was killed is ended as such. One that is live is left to its own process.
     Exits with 0 when nothing is owed any more, else with 1.
     """
-    standings = [standing for run in _runs(place, storage) for standing in sync_run(run, only)]
+    standings: list[Owed] = []
+    wrong = 0
+    for run in _runs(place, storage):
+        try:
+            standings += sync_run(run, only)
+        except TrainyardError as error:
+            if only is not None:
+                raise
+            wrong = 1
+            click.echo(f"error: {error}", err=True)
     out = table("run", "tracker", ">delivered", ">owed", "waiting since", "last error")
     for standing in standings:
         out.add_row(
@@ -41,7 +50,7 @@ def sync(place: str | None, storage: str | None, only: str | None) -> int:
             escape(standing.error or ""),
         )
     console().print(out if standings else "nothing to deliver")
-    return int(any(standing.error for standing in standings))
+    return int(wrong or any(standing.error for standing in standings))
 
 
 @click.command()

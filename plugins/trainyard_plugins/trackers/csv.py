@@ -87,6 +87,8 @@ class CsvTracker:
             return []
 
     def _rows(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():  # somebody took it away
+            return
         with open(self._path, newline="", encoding="utf-8") as file:
             yield from csv.DictReader(file)
 

@@ -34,8 +34,8 @@ _NOTES = {
     "where": "Each stage by itself, timed in groups of calls; the whole is the median of `train()`.",
     "lanes": "From a finished journal, by one lane with nothing delivered yet; the floors have their rows in memory already.",
     "checkpoint": "A save ends when everything is durable. A restore reads files that are not in the page cache and touches every "
-    "page; trainyard's is verified by hash. The floor of a restore reads into new memory, with the system's "
-    "own read-ahead; trainyard asks for read-ahead of its own.",
+    "page; trainyard's is verified by hash. The floor of a restore reads into new memory, as a "
+    "plain read must; trainyard maps the files, so where new memory is slow, as in a virtual machine, the ratio flatters us.",
     "memory": "Resident memory of the process, from the 10,000th result on.",
     "import": "User and system time of a new process.",
 }

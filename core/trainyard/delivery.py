@@ -154,11 +154,10 @@ class Lane:
 
     # -- the lane's life -----------------------------------------------------------------------------------------
 
-    def follow(self, poke: threading.Event, closing: threading.Event, deadline: Callable[[], float]) -> None:
+    def follow(self, closing: threading.Event, deadline: Callable[[], float]) -> None:
         """Deliver what comes until `closing` is set and nothing is owed, or the deadline is over.
 
         Args:
-            poke: set by the writer when waiting is pointless.
             closing: set when no more records will come.
             deadline: the monotonic time at which to stop trying, asked once `closing` is set.
         """
@@ -187,8 +186,8 @@ class Lane:
                         continue
                     wait = min(wait, left, _LONGEST_BACKOFF_AT_END_S)
                     time.sleep(wait)
-                elif poke.wait(wait) and not closing.is_set():
-                    poke.clear()
+                else:
+                    closing.wait(wait)
         finally:
             self._close_plugin()
             self._lock.release()
@@ -585,35 +584,32 @@ class Delivery:
         self.failure: str | None = None
         self._deadline = float("inf")
         self._closing = threading.Event()
-        self._lanes: list[tuple[Lane, threading.Event, threading.Thread]] = []
+        self._lanes: list[tuple[Lane, threading.Thread]] = []
         for spec in trackers:
             lane = Lane(run, spec, self._note_failure)
-            poke = threading.Event()
             thread = threading.Thread(
                 target=lane.follow,
-                args=(poke, self._closing, lambda: self._deadline),
+                args=(self._closing, lambda: self._deadline),
                 name=f"trainyard-{spec.name}",
                 daemon=True,  # a tracker that never returns must not keep the process alive
             )
-            self._lanes.append((lane, poke, thread))
+            self._lanes.append((lane, thread))
 
     @property
     def lanes(self) -> list[Lane]:
         """The lanes, in config order."""
-        return [lane for lane, _, _ in self._lanes]
+        return [lane for lane, _ in self._lanes]
 
     def start(self) -> None:
         """Begin to deliver."""
-        for _, _, thread in self._lanes:
+        for _, thread in self._lanes:
             thread.start()
 
     def drain(self, seconds: float) -> None:
         """Deliver what is left, for so many seconds at most, and close the trackers."""
         self._deadline = time.monotonic() + seconds
         self._closing.set()
-        for _, poke, _ in self._lanes:
-            poke.set()
-        for lane, _, thread in self._lanes:
+        for lane, thread in self._lanes:
             thread.join(max(0.0, self._deadline - time.monotonic()) + 0.5)
             if thread.is_alive():
                 logger.warning("tracker %r does not return; what it is owed stays in the journal", lane.spec.name)

@@ -190,7 +190,7 @@ def execute(
     }
     with _Signals() as signals:
         if existing is not None:
-            opened = Run(existing, tags=config.tags, settings=_settings(config), **options)
+            opened = Run(existing, tags=redact(config.tags), settings=_settings(config), **options)
         else:
             spec = (
                 config.trainable

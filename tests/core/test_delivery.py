@@ -527,7 +527,7 @@ def test_drop_of_a_start_that_always_fails_never_hangs(tmp_path, service):
     lane = Lane(opened.info, service.spec(on_error="drop"))
     closing = threading.Event()
     closing.set()
-    lane.follow(threading.Event(), closing, lambda: time.monotonic() + 20)
+    lane.follow(closing, lambda: time.monotonic() + 20)
     state = state_of(lane)
     assert state.seq == 5
     assert state.dropped == 5
@@ -579,14 +579,13 @@ def test_spool_is_the_default(service):
 
 def follow(lane):
     """Follow the lane in a thread. Returns a function that ends it."""
-    poke, closing, until = threading.Event(), threading.Event(), []
-    thread = threading.Thread(target=lane.follow, args=(poke, closing, lambda: until[0]), daemon=True)
+    closing, until = threading.Event(), []
+    thread = threading.Thread(target=lane.follow, args=(closing, lambda: until[0]), daemon=True)
     thread.start()
 
     def end(seconds=10.0):
         until.append(time.monotonic() + seconds)
         closing.set()
-        poke.set()
         thread.join(20)
         assert not thread.is_alive()
 

@@ -1072,3 +1072,17 @@ time.sleep(60)
     finally:
         child.stdin.close()
         child.stdout.close()
+
+
+def test_secrets_among_the_tags_are_redacted(tmp_path):
+    """A tag that looks like a secret is not written, neither at the start nor at a resume."""
+    for resume in ("never", "must"):
+        result = run(
+            Counting,
+            tmp_path,
+            name="it",
+            resume=resume,
+            stop={"count": 1 + (resume == "must")},
+            tags={"api_key": "hushhush"},
+        )
+        assert result.record.tags == {"api_key": "<redacted>"}

@@ -10,6 +10,15 @@ import warnings
 
 import pytest
 
+from trainyard import active_run
+
+
+@pytest.fixture(autouse=True)
+def _threads_deliver(request, monkeypatch):
+    """Start no sync process for a test that is about something else; those about it carry the mark `sync_process`."""
+    if request.node.get_closest_marker("sync_process") is None:
+        monkeypatch.setattr(active_run, "is_portable", lambda spec: False)
+
 
 def _same(left, right):
     """Whether two values are equal to the bit and to the type; one NaN is as good as another."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.checkpoint import Checkpoint, Staging
-from trainyard.config import named_trackers, open_storage, parse_config, tracker_specs
-from trainyard.delivery import Delivery, TrackerSpec
+from trainyard.config import DeliveryMode, named_trackers, open_storage, parse_config, tracker_specs
+from trainyard.delivery import Delivery, Owed, TrackerSpec, drain
 from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError, RunLocked
 from trainyard.journal import (
     ArtifactRecord,
@@ -42,12 +42,14 @@ from trainyard.rundir import (
     RunDirectory,
     RunRecord,
     RunResult,
+    captured_files,
     check_name,
     git_state,
     new_record,
     safe_name,
 )
 from trainyard.storage import CheckpointPolicy, RunCheckpoints
+from trainyard.sync_client import SyncedDelivery, is_portable
 from trainyard.values import explain, recordable
 
 __all__ = ["Run", "get_run"]
@@ -90,6 +92,8 @@ class Run:
         resources: what it was given.
         tags: added to those that the run has.
         settings: what a later resume needs; None leaves those on record.
+        delivery: who delivers to the trackers that have a name: the sync ``process``, or ``thread``s.
+        waiting: called at the end, while trackers catch up, with how each stands and the seconds that are left.
 
     Attributes:
         info: what hooks are told of the run.
@@ -98,6 +102,7 @@ class Run:
         seq: of the newest result.
         head: the seq of the newest result that no restore has superseded.
         last_result: the last result as it was returned, empty before the first.
+        draining: at its end, it waits for its trackers.
 
     Raises:
         RunLocked: a live process writes to it.
@@ -118,6 +123,8 @@ class Run:
         resources: Resources | None = None,
         tags: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
+        delivery: DeliveryMode = "process",
+        waiting: Callable[[list[Owed], float], None] | None = None,
     ) -> None:
         directory.create()
         directory.take_lock()
@@ -170,8 +177,17 @@ class Run:
                 )
             else:
                 self._journal.append(StartedRecord(seq=0, time=time.time(), context=self._written_context))
-            self.delivery = Delivery(self.info, list(trackers))
-            self.delivery.start()
+            self.draining = False
+            self._tracker_failure: str | None = None
+            self._waiting = waiting or _SayOnce(self.name)
+            elsewhere = [spec for spec in trackers if delivery == "process" and is_portable(spec)]
+            self.deliveries: list[Delivery | SyncedDelivery] = [
+                Delivery(self.info, [spec for spec in trackers if spec not in elsewhere], self._note_failure)
+            ]
+            if elsewhere:
+                self.deliveries.append(SyncedDelivery(self.info, elsewhere, self._note_failure))
+            for deliverer in self.deliveries:
+                deliverer.start()
         except BaseException:
             if hasattr(self, "_journal"):
                 self._journal.close()
@@ -258,8 +274,8 @@ class Run:
         if not isinstance(metrics, Mapping):
             raise MetricError(f"metrics are a dict, not a {type(metrics).__name__}: {metrics!r}")
         with self._lock:
-            if self.delivery.failure is not None:
-                raise DeliveryError(self.delivery.failure)
+            if self._tracker_failure is not None:
+                raise DeliveryError(self._tracker_failure)
             now = time.time()
             result, after = self.counters.fill(metrics, duration, now)
             seq = self.seq + 1
@@ -421,6 +437,8 @@ class Run:
         Returns:
             What there is to know of it.
 
+        Ctrl-C ends the waiting for the trackers.
+
         Raises:
             JournalError: results are still waiting for room on the disk, and none came within 30 s.
         """
@@ -438,6 +456,8 @@ class Run:
                 text = "".join(traceback.format_exception_only(error)).strip()
                 message = hide(text, self._secrets).encode(errors="backslashreplace").decode()
                 self.note_error(error)
+            for name, size in captured_files(self._directory.path, self.record):
+                self._journal.append(ArtifactRecord(seq=self.seq, time=time.time(), name=name, size=size, path=name))
             self._journal.append(EndedRecord(seq=self.seq, time=time.time(), status=status, error=message))
             self._close_journal()
             self.record.status = status
@@ -446,18 +466,25 @@ class Run:
             except OSError as why:  # the journal has it
                 logger.warning("cannot write %s: %s", self._directory.json, why.strerror)
         finally:
+            self._directory.lock.release()
             try:
-                self.delivery.drain(DRAIN_S)
+                self.draining = True
+                drain(self.deliveries, DRAIN_S, lambda left: self._waiting(self.owed(), left))
+            except KeyboardInterrupt:
+                logger.warning("not waiting for the trackers any longer")
             finally:
-                self._directory.lock.release()
-        for lane in self.delivery.lanes:
-            owed = self.seq - lane.position
-            if owed or not lane.state.ended:
-                logger.warning(
-                    "tracker %r is still owed %d results of run %s (%s); to send them: trainyard sync %s",
-                    lane.spec.name, owed, self.name, lane.state.error or "it was too slow", self.path,
-                )  # fmt: skip
+                self.draining = False
+        for tracker in self.owed():
+            logger.warning(
+                "tracker %r is still owed %d results of run %s (%s); to send them: trainyard sync %s",
+                tracker.tracker, tracker.owed, self.name, tracker.error, self.path,
+            )  # fmt: skip
         return RunResult(self.path, error)
+
+    def owed(self) -> list[Owed]:
+        """The trackers that have not confirmed the end of the run, or all results so far."""
+        every = [tracker for delivery in self.deliveries for tracker in delivery.standing(self.seq)]
+        return [tracker for tracker in every if tracker.error is not None]
 
     def note_error(self, error: BaseException) -> None:
         """Append a traceback to ``error.txt``."""
@@ -488,6 +515,9 @@ class Run:
         return f"Run({self.name!r}, {self.status}, path={self.path!r})"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, message: str) -> None:
+        self._tracker_failure = message
 
     def _find_where_it_stopped(self) -> None:
         for record in JournalReader(self._directory.journal):
@@ -524,6 +554,25 @@ class Run:
             self.record.git = state
             with contextlib.suppress(OSError):
                 self._directory.write(self.record)
+
+
+class _SayOnce:
+    """Says, once and only if it takes long, whom the end of a run is waiting for."""
+
+    PATIENCE_S = 3.0
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._began: float | None = None
+        self._said = False
+
+    def __call__(self, trackers: list[Owed], left: float) -> None:
+        now = time.monotonic()
+        self._began = self._began or now
+        if trackers and not self._said and now - self._began > self.PATIENCE_S:
+            self._said = True
+            who = ", ".join(f"{tracker.tracker} ({tracker.owed} results)" for tracker in trackers)
+            logger.warning("run %s is over; waiting up to %.0f s for its trackers: %s", self._run, left, who)
 
 
 def fill(staging: Staging, source: CheckpointSource) -> None:
@@ -625,9 +674,12 @@ def open_new_run(
     experiment: str | None = None,
     name: str | None = None,
     tags: dict[str, str] | None = None,
+    delivery: DeliveryMode | None = None,
 ) -> Run:
     """A new run for code that has its own loop; what is None comes from the environment, then from the defaults."""
-    given = {"storage": storage, "trackers": trackers, "experiment": experiment, "name": name, "tags": tags}
+    given = {
+        "storage": storage, "trackers": trackers, "experiment": experiment, "name": name, "tags": tags, "delivery": delivery
+    }  # fmt: skip
     settings = parse_config(
         {"trainable": trainable, **{key: value for key, value in given.items() if value is not None}}
     )
@@ -637,7 +689,9 @@ def open_new_run(
         root, settings.experiment, trainable, settings.name, written_config, trackers=named_trackers(settings.trackers)
     )
     record.tags = redact(settings.tags)
-    return Run(directory, record, config=config, written_config=written_config, trackers=specs)
+    return Run(
+        directory, record, config=config, written_config=written_config, trackers=specs, delivery=settings.delivery
+    )
 
 
 @atexit.register

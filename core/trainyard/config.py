@@ -46,6 +46,9 @@ _OURS = ("run.json", "error.txt", "journal", "delivery", "checkpoints", "artifac
 _COMMON_OPTIONS = ("type", "include", "exclude", "on_error")
 
 
+DeliveryMode = Literal["process", "thread"]
+
+
 class FailurePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The config key ``failures``.
 
@@ -73,7 +76,7 @@ class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         failures: what happens after an exception.
         resume: ``never``; ``allow``: go on with the named, or the newest unfinished run, if there is one; ``must``.
         log_to_file: copy stdout and stderr into the run directory: true, one file's name, or two.
-        delivery: who delivers to the trackers: ``thread``, threads of the training process.
+        delivery: who delivers to the trackers: ``process``, one beside the training process; ``thread``, threads in it.
         tags: free words, kept with the run.
         chdir: make the run directory the working directory while it runs.
     """
@@ -91,7 +94,7 @@ class RunConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     failures: FailurePolicy = FailurePolicy()
     resume: Literal["never", "allow", "must"] = "never"
     log_to_file: bool | str | list[str] = False
-    delivery: Literal["thread"] = "thread"
+    delivery: DeliveryMode = "process"
     tags: dict[str, str] = {}
     chdir: bool = False
 
@@ -427,7 +430,7 @@ def _named_spec(name: str, given: Mapping[str, Any], where: str) -> TrackerSpec:
 
     _check_is_tracker(build(), where)
     globs = {key: _globs(given.get(key), f"{where}.{key}") for key in ("include", "exclude")}
-    return TrackerSpec(name, kind, build, on_error=on_error, secrets=secrets, **globs)
+    return TrackerSpec(name, kind, build, on_error=on_error, secrets=secrets, options=dict(given), **globs)
 
 
 def _globs(given: Any, where: str) -> tuple[str, ...]:

@@ -7,15 +7,17 @@ confirmed.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import logging
+import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -38,7 +40,21 @@ from trainyard.redaction import hide
 from trainyard.results import AUTO_FILLED
 from trainyard.values import strict_json
 
-__all__ = ["BATCH", "Delivery", "History", "Lane", "LaneState", "OnError", "TrackerSpec", "surviving"]
+__all__ = [
+    "BATCH",
+    "Delivery",
+    "History",
+    "Lane",
+    "LaneState",
+    "OnError",
+    "Owed",
+    "TrackerSpec",
+    "drain",
+    "failure_text",
+    "in_call_since",
+    "owed",
+    "surviving",
+]
 
 logger = logging.getLogger("trainyard")
 
@@ -49,6 +65,8 @@ MAIN_JOURNAL = "0.log"
 SYNC_JOURNAL = "sync.log"
 
 _POLL_S = 0.1
+_LOCKED_S = 0.5  # until a lane is asked for again that another process has
+_IDLE_S = 5.0
 _CONFIRM_EVERY_S = 0.5
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
@@ -67,6 +85,7 @@ class TrackerSpec(msgspec.Struct, frozen=True):
         include, exclude: globs on metric names; an empty `include` takes all.
         on_error: keep it for later, drop the batch, or fail the run.
         secrets: strings that its errors must not show.
+        options: as they are written in the config, from which another process can build it; None for a plugin object.
     """
 
     name: str
@@ -76,6 +95,29 @@ class TrackerSpec(msgspec.Struct, frozen=True):
     exclude: tuple[str, ...] = ()
     on_error: OnError = "spool"
     secrets: frozenset[str] = frozenset()
+    options: Mapping[str, Any] | None = None
+
+
+class Owed(msgspec.Struct):
+    """How one tracker of one run stands.
+
+    Attributes:
+        run: the run's directory.
+        tracker: its name.
+        delivered: results that it has taken, over all time.
+        owed: results that wait.
+        since: seconds since the epoch, while it fails.
+        error: why it fails; None once nothing is owed.
+        live: a running process delivers to it.
+    """
+
+    run: str
+    tracker: str
+    delivered: int
+    owed: int
+    since: float | None = None
+    error: str | None = None
+    live: bool = False
 
 
 class LaneState(msgspec.Struct):
@@ -93,6 +135,8 @@ class LaneState(msgspec.Struct):
         error: the last error, while it lasts.
         failing_since: seconds since the epoch, while an error lasts.
         ended: the end of the run is confirmed.
+        deaths: how often in a row the process died while it was in the tracker's code.
+        restarts: how often the tracker had to be begun anew in a process of its own, and `restarted_for` why.
     """
 
     tracker: str
@@ -108,6 +152,9 @@ class LaneState(msgspec.Struct):
     error: str | None = None
     failing_since: float | None = None
     ended: bool = False
+    deaths: int = 0
+    restarts: int = 0
+    restarted_for: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> LaneState | None:
@@ -119,6 +166,10 @@ class LaneState(msgspec.Struct):
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             logger.warning("cannot read %s (%s): delivering that run from its beginning", path, error)
             return None
+
+    def write(self, path: Path) -> None:
+        """Replace the file; not durably: after a power cut an older state only means that more is delivered again."""
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(self)), durable=False)
 
 
 class _Group(NamedTuple):
@@ -147,61 +198,107 @@ class Lane:
         self._state_path = folder / f"{spec.name}.json"
         self._rejected_path = folder / f"{spec.name}.rejected.jsonl"
         self._lock = FileLock(folder / f".{spec.name}.lock")
+        self._call_path = folder / f".{spec.name}.call"
+        self._call_fd = -1
         self.state = self._read_state()
         self._plugin: Plugin | None = None
+        self._called = False
         self._keep = _metric_filter(spec.include, spec.exclude)
         self._rewind_to_confirmed()
 
     # -- the lane's life -----------------------------------------------------------------------------------------
 
-    def follow(self, closing: threading.Event, deadline: Callable[[], float]) -> None:
+    def follow(
+        self, closing: threading.Event, deadline: Callable[[], float], wake: threading.Event | None = None
+    ) -> None:
         """Deliver what comes until `closing` is set and nothing is owed, or the deadline is over.
+
+        While the tracker fails the lane is free for other processes, on this or another machine.
 
         Args:
             closing: set when no more records will come.
             deadline: the monotonic time at which to stop trying, asked once `closing` is set.
+            wake: set whenever there may be something new, and with `closing`; without it the journal is looked at ten
+                times a second.
         """
         backoff = 0.0
         locked = False
         try:
             while True:
+                if wake is not None:
+                    wake.clear()
                 last_round = closing.is_set()
                 locked = locked or self._take_lock()
-                if not locked:
-                    backoff = _POLL_S  # another process delivers this lane
-                elif self.attempt(hurry=last_round):
+                if locked and self.attempt(hurry=last_round):
                     backoff = 0.0
                     if last_round:
                         return
-                elif last_round and self.spec.on_error == "drop":
-                    backoff = 0.0
+                elif not locked:
+                    backoff = _LOCKED_S
                 else:
-                    backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _LONGEST_BACKOFF_S)
-                wait = backoff * random.uniform(0.5, 1.0) if backoff else _POLL_S
+                    locked = self._let_go()
+                    drops = last_round and self.spec.on_error == "drop"
+                    backoff = 0.0 if drops else min(max(_FIRST_BACKOFF_S, 2 * backoff), _LONGEST_BACKOFF_S)
                 if closing.is_set():
                     left = deadline() - time.monotonic()
                     if left <= 0:
                         return
-                    if not backoff:
-                        continue
-                    wait = min(wait, left, _LONGEST_BACKOFF_AT_END_S)
-                    time.sleep(wait)
+                    if backoff:
+                        time.sleep(min(backoff * random.uniform(0.5, 1.0), left, _LONGEST_BACKOFF_AT_END_S))
+                elif backoff:
+                    closing.wait(backoff * random.uniform(0.5, 1.0))
+                elif wake is None:
+                    closing.wait(_POLL_S)
                 else:
-                    closing.wait(wait)
+                    wake.wait(_CONFIRM_EVERY_S if self._unconfirmed else _IDLE_S)
         finally:
             self._close_plugin()
-            self._lock.release()
+            self._let_go()
 
     def _take_lock(self) -> bool:
         try:
             if not self._lock.acquire():
                 return False
+            self._call_fd = os.open(self._call_path, os.O_RDWR | os.O_CREAT, 0o644)
+            died = os.read(self._call_fd, 1) == b"1"
         except OSError as error:
             logger.debug("cannot lock %s: %s", self._lock.path, error)
+            self._let_go()
             return False
         self.state = self._read_state()  # another process may have come further
+        if died:
+            self._note_death()
         self._rewind_to_confirmed()
         return True
+
+    def _let_go(self) -> bool:
+        """Give the lane back; nothing happens if we do not have it. Returns that we have it no more."""
+        if self._call_fd >= 0:
+            os.close(self._call_fd)
+            self._call_fd = -1
+        self._lock.release()
+        return False
+
+    def _in_call(self, yes: bool) -> None:
+        """Leave word for whoever comes after us, should this process die in the tracker's code."""
+        if self._call_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.lseek(self._call_fd, 0, os.SEEK_SET)
+                os.write(self._call_fd, b"1" if yes else b"0")
+
+    def _note_death(self) -> None:
+        state = self.state
+        state.deaths += 1
+        state.error = "the process that delivered to it died while it was in the tracker's code"
+        state.failing_since = state.failing_since or time.time()
+        with contextlib.suppress(OSError):
+            self._save(state)
+        self._in_call(False)
+
+    @property
+    def deaths(self) -> int:
+        """How often in a row a process died in this tracker's code, as far as can be told without the lock."""
+        return self.state.deaths + (in_call_since(Path(self.run.path), self.spec.name) is not None)
 
     def attempt(self, *, hurry: bool = True) -> bool:
         """Deliver all that the journal holds now.
@@ -212,24 +309,30 @@ class Lane:
         Returns:
             Whether it worked; if not, the lane stands again at what was last confirmed.
         """
-        while True:
-            try:
-                for group in self._groups():
-                    self._hand_over(group)
-                    if self.spec.on_error == "drop" or self._confirmation_is_due:
-                        self._confirm()
-                if self._unconfirmed and (hurry or self._confirmation_is_due):
-                    self._confirm()
-                return True
-            except Rejected as refusal:
+        self._called = False
+        try:
+            while True:
                 try:
-                    self._set_aside(refusal)
-                except Exception as error:
+                    for group in self._groups():
+                        self._hand_over(group)
+                        ended = isinstance(group.records[-1], EndedRecord)
+                        if ended or self.spec.on_error == "drop" or self._confirmation_is_due:
+                            self._confirm()
+                    if self._unconfirmed and (hurry or self._confirmation_is_due):
+                        self._confirm()
+                    return True
+                except Rejected as refusal:
+                    try:
+                        self._set_aside(refusal)
+                    except Exception as error:
+                        self._failed(error)
+                        return False
+                except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
                     self._failed(error)
                     return False
-            except BaseException as error:  # SystemExit and all: a tracker's failure is never ours
-                self._failed(error)
-                return False
+        finally:
+            if self._called:
+                self._in_call(False)
 
     @property
     def _confirmation_is_due(self) -> bool:
@@ -314,7 +417,7 @@ class Lane:
                     plugin.call("log_results", run=run, results=results, notes=notes)
                 self._seq, self._delivered = group.records[-1].seq, self._delivered + len(results)
             case ArtifactRecord():
-                path = Path(run.path) / "artifacts" / first.name
+                path = Path(run.path, first.path or f"artifacts/{first.name}")
                 artifact = Artifact(first.name, str(path), first.size, first.time)
                 plugin.call("log_artifact", run=run, artifact=artifact, notes=notes)
             case CheckpointRecord():
@@ -342,15 +445,22 @@ class Lane:
         self._unconfirmed = True
 
     def _started(self) -> Plugin:
+        self._mark_call()
         if self._plugin is None:
             plugin = self.spec.build()
             self._plugin = plugin
             plugin.call("log_start", run=self.run, notes=self._notes)
         return self._plugin
 
+    def _mark_call(self) -> None:
+        if not self._called:
+            self._called = True
+            self._in_call(True)
+
     def _confirm(self) -> None:
         """Have the tracker flush, then move the cursor and save the notes, in one step."""
         if self._plugin is not None:
+            self._mark_call()
             self._plugin.call("flush")
         sync_file(self._journals / MAIN_JOURNAL)  # the cursor must never know of records that a power cut can take back
         state = msgspec.structs.replace(
@@ -364,6 +474,7 @@ class Lane:
             notes=msgspec.json.decode(msgspec.json.encode(self._notes)),  # the tracker goes on changing its own
             error=None,
             failing_since=None,
+            deaths=0,
         )
         self._save(state)
         if self.state.failing_since is not None:
@@ -373,8 +484,7 @@ class Lane:
         self._confirmed_at = time.monotonic()
 
     def _save(self, state: LaneState) -> None:
-        # Not durable on purpose: after a power cut an older state only means that more is delivered again
-        write_atomic(self._state_path, msgspec.json.format(msgspec.json.encode(state)), durable=False)
+        state.write(self._state_path)
 
     # -- what goes wrong -----------------------------------------------------------------------------------------
 
@@ -383,13 +493,7 @@ class Lane:
         self._close_plugin()
         message = hide(f"{type(error).__name__}: {error}", self.spec.secrets)
         if self.state.failing_since is None:
-            logger.warning(
-                "tracker %r failed for run %s: %s. %s",
-                self.spec.name,
-                self.run.name,
-                message,
-                _WHAT_NEXT[self.spec.on_error],
-            )
+            logger.warning("%s", failure_text(self.spec, self.run.name, message))
             logger.debug("the traceback", exc_info=error)
             self.state.failing_since = time.time()
         self.state.error = message
@@ -454,10 +558,14 @@ class Lane:
     def _close_plugin(self) -> None:
         plugin, self._plugin = self._plugin, None
         if plugin is not None:
+            self._mark_call()
             try:
                 plugin.call("close")
             except BaseException as error:
                 logger.warning("tracker %r failed to close: %s: %s", self.spec.name, type(error).__name__, error)
+            finally:
+                self._called = False
+                self._in_call(False)
 
 
 _WHAT_NEXT = {
@@ -465,6 +573,11 @@ _WHAT_NEXT = {
     "drop": "The batch is dropped",
     "raise": "The run fails at its next result",
 }
+
+
+def failure_text(spec: TrackerSpec, run: str, error: str) -> str:
+    """The one warning of an outage."""
+    return f"tracker {spec.name!r} failed for run {run}: {error}. {_WHAT_NEXT[spec.on_error]}"
 
 
 def _metric_filter(
@@ -573,20 +686,22 @@ def surviving(journal: Path) -> list[Result]:
 
 
 class Delivery:
-    """The lanes of one run, each in a thread of its own.
+    """Lanes of one run, each in a thread of this process.
 
     Args:
         run: which run.
         trackers: its trackers.
+        on_failure: called with the error of a tracker whose `on_error` is ``raise``.
     """
 
-    def __init__(self, run: RunInfo, trackers: list[TrackerSpec]) -> None:
-        self.failure: str | None = None
+    def __init__(
+        self, run: RunInfo, trackers: Sequence[TrackerSpec], on_failure: Callable[[str], None] | None = None
+    ) -> None:
         self._deadline = float("inf")
         self._closing = threading.Event()
         self._lanes: list[tuple[Lane, threading.Thread]] = []
         for spec in trackers:
-            lane = Lane(run, spec, self._note_failure)
+            lane = Lane(run, spec, on_failure)
             thread = threading.Thread(
                 target=lane.follow,
                 args=(self._closing, lambda: self._deadline),
@@ -595,24 +710,89 @@ class Delivery:
             )
             self._lanes.append((lane, thread))
 
-    @property
-    def lanes(self) -> list[Lane]:
-        """The lanes, in config order."""
-        return [lane for lane, _ in self._lanes]
-
     def start(self) -> None:
         """Begin to deliver."""
         for _, thread in self._lanes:
             thread.start()
 
-    def drain(self, seconds: float) -> None:
-        """Deliver what is left, for so many seconds at most, and close the trackers."""
-        self._deadline = time.monotonic() + seconds
+    def close(self, deadline: float) -> None:
+        """Nothing more will come; stop trying at that monotonic time."""
+        self._deadline = deadline
         self._closing.set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return not any(thread.is_alive() for _, thread in self._lanes)
+
+    def standing(self, newest: int) -> list[Owed]:
+        """How each tracker stands, given the seq of the newest result."""
+        return [owed(lane.run.path, lane.state, newest) for lane, _ in self._lanes]
+
+    def stop(self) -> None:
+        """The time is over: say who does not return."""
         for lane, thread in self._lanes:
-            thread.join(max(0.0, self._deadline - time.monotonic()) + 0.5)
+            thread.join(0.5)
             if thread.is_alive():
                 logger.warning("tracker %r does not return; what it is owed stays in the journal", lane.spec.name)
 
-    def _note_failure(self, message: str) -> None:
-        self.failure = message
+
+def owed(run: str, state: LaneState, newest: int, refused: str | None = None, *, live: bool = False) -> Owed:
+    """How a lane stands.
+
+    Args:
+        run: the run's directory.
+        state: the lane's.
+        newest: the seq of the newest result.
+        refused: why it cannot even be begun.
+        live: a running process delivers to it.
+    """
+    count = max(0, newest - state.seq)
+    settled = state.ended and not count
+    error = refused or state.error
+    if error is None and not live and not settled:
+        since = in_call_since(Path(run), state.tracker)
+        error = f"it has not returned for {time.time() - since:.0f} s" if since is not None else "it was too slow"
+    return Owed(run, state.tracker, state.delivered, count, state.failing_since, None if settled else error, live)
+
+
+def in_call_since(run: Path, tracker: str) -> float | None:
+    """Since when a lane is in its tracker's code, or died there: seconds since the epoch; None: it is not."""
+    path = run / "delivery" / f".{tracker}.call"
+    try:
+        return path.stat().st_mtime if path.read_bytes() == b"1" else None
+    except OSError:
+        return None
+
+
+class _Drainable(Protocol):
+    @property
+    def settled(self) -> bool: ...
+
+    def close(self, deadline: float) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def drain(deliveries: Sequence[_Drainable], seconds: float, waiting: Callable[[float], object] | None = None) -> None:
+    """Let deliveries that get no more records come to their end, and wait for it.
+
+    Args:
+        deliveries: which.
+        seconds: that they have.
+        waiting: called now and then meanwhile, with the seconds that are left.
+    """
+    deadline = time.monotonic() + seconds
+    for delivery in deliveries:
+        delivery.close(deadline)
+    pause = 0.001
+    while not all(delivery.settled for delivery in deliveries):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        if waiting is not None:
+            waiting(left)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.05)
+    for delivery in deliveries:
+        delivery.stop()

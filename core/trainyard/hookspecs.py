@@ -224,3 +224,24 @@ class Hooks:
 
         Event; lane. Since 0.1.
         """
+
+    # ---- by hand ------------------------------------------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def check(self, storage: str) -> str | None:
+        """Called by ``trainyard doctor``: reach what this plugin writes to, and say in a line what answered.
+
+        Question; in the command's process. Raise what is wrong, within a few seconds. Since 0.1.
+
+        Args:
+            storage: the local directory that run directories live below.
+
+        Returns:
+            What answered: an address, a version, who one is there.
+
+        Example::
+
+            @hookimpl
+            def check(self):
+                return f"{self.url}: version {self.client.version()}"
+        """

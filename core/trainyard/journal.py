@@ -70,10 +70,11 @@ class ResultRecord(_Base, tag="result", frozen=True, kw_only=True):
 
 
 class ArtifactRecord(_Base, tag="artifact", frozen=True, kw_only=True):
-    """A file or directory below ``artifacts/``."""
+    """A file or directory of the run: below ``artifacts/`` by its name, or at `path` in the run directory."""
 
     name: str
     size: int
+    path: str = ""
 
 
 class CheckpointRecord(_Base, tag="checkpoint", frozen=True, kw_only=True):

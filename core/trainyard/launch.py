@@ -19,6 +19,7 @@ from trainyard import plugins
 from trainyard.active_run import Run, how_it_ended, new_run, open_new_run
 from trainyard.checkpoint import Checkpoint
 from trainyard.config import (
+    DeliveryMode,
     RunConfig,
     Source,
     StopRule,
@@ -29,6 +30,7 @@ from trainyard.config import (
     tracker_specs,
 )
 from trainyard.console import capture
+from trainyard.delivery import Owed
 from trainyard.errors import ConfigError, DeliveryError
 from trainyard.functional import FunctionTrainable, Reporter, Unwind, call
 from trainyard.records import Result, Status
@@ -64,7 +66,7 @@ def run(
     resume: Literal["never", "allow", "must"] = "never",
     callbacks: Sequence[object] = (),
     log_to_file: bool | str | Sequence[str] = False,
-    delivery: Literal["thread"] = "thread",
+    delivery: DeliveryMode = "process",
     tags: Mapping[str, str] | None = None,
     chdir: bool = False,
 ) -> RunResult:
@@ -90,7 +92,8 @@ def run(
             experiment, if there is one. ``must``: it is an error if there is none.
         callbacks: objects with ``on_result`` and ``should_stop`` hooks.
         log_to_file: True: copy stdout and stderr into the run directory; or the name of one file, or two names.
-        delivery: who delivers to the trackers: ``thread``, threads of this process.
+        delivery: who delivers to the trackers: ``process``, one beside this one, which serves all runs of the
+            experiment; ``thread``, threads of this process. Plugin objects are always served by threads.
         tags: free words, kept with the run.
         chdir: make the run directory the working directory meanwhile.
 
@@ -131,11 +134,12 @@ def start_run(
     storage: str | os.PathLike[str] | None = None,
     name: str | None = None,
     tags: dict[str, str] | None = None,
+    delivery: DeliveryMode = "process",
 ) -> Run:
     """Only a logger, around any loop. Use it as a context manager, or call :meth:`Run.finish`.
 
     Args:
-        experiment, config, trackers, storage, name, tags: as in :func:`run`.
+        experiment, config, trackers, storage, name, tags, delivery: as in :func:`run`.
 
     Returns:
         The open run: ``run.log({"loss": 0.3}, step=7)``, ``run.log_artifact(path)``, ``run.save_checkpoint(source)``.
@@ -150,6 +154,7 @@ def start_run(
         experiment=experiment,
         name=name,
         tags=tags,
+        delivery=delivery,
     )
 
 
@@ -158,6 +163,7 @@ def execute(
     callbacks: Sequence[object] = (),
     source: Source | None = None,
     existing: RunDirectory | None = None,
+    waiting: Callable[[list[Owed], float], None] | None = None,
 ) -> RunResult:
     """Run what a config says.
 
@@ -166,6 +172,7 @@ def execute(
         callbacks: plugin objects for the training process.
         source: the YAML file it came from, for the places of mistakes; trainables are looked for beside it too.
         existing: the very run to go on with, wherever it lies.
+        waiting: called at the end, while trackers catch up, with how each stands and the seconds that are left.
     """
     place = source.place if source else str
     trainable = config.trainable
@@ -187,6 +194,8 @@ def execute(
         "policy": config.checkpoint,
         "stop": StopRule(config.stop),
         "resources": _resources(config, trainable),
+        "delivery": config.delivery,
+        "waiting": waiting,
     }
     with _Signals() as signals:
         if existing is not None:
@@ -344,6 +353,7 @@ class _Attempts:
                 continue
             if status == "completed" and self.signals.status is not None:
                 status = self.signals.status
+            self.signals.ending = run
             result = run.finish(status, error)
             if status == "interrupted" and self.signals.status is None:
                 raise KeyboardInterrupt  # it was pressed twice
@@ -439,11 +449,13 @@ class _Signals:
     Attributes:
         status: what the run is to end as, once there was a signal.
         armed: a second Ctrl-C may raise KeyboardInterrupt now; while a run is being opened it must not.
+        ending: the run that is being ended; a Ctrl-C now ends only the waiting for its trackers.
     """
 
     def __init__(self) -> None:
         self.status: Status | None = None
         self.armed = False
+        self.ending: Run | None = None
         self._before: dict[int, Any] = {}
         self._owner = os.getpid()
 
@@ -461,6 +473,10 @@ class _Signals:
         if os.getpid() != self._owner:  # a forked worker: a signal means to it what it meant before
             signal.signal(number, self._before[number] or signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            return
+        if self.ending is not None:
+            if number == signal.SIGINT and self.ending.draining:
+                raise KeyboardInterrupt
             return
         if self.status is not None:
             if number == signal.SIGINT and self.armed:

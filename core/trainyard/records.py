@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Artifact", "CheckpointInfo", "Outcome", "Result", "RunInfo", "Status"]
+__all__ = ["Artifact", "CheckpointInfo", "MediaFile", "Outcome", "Result", "RunInfo", "Status"]
 
 Status = Literal["running", "completed", "failed", "interrupted", "preempted", "killed"]
 """How a run stands. `completed`: a stop condition, `done`, or the function returned; `failed`: an exception;
@@ -79,6 +79,69 @@ class Artifact(msgspec.Struct, frozen=True):
     path: str
     size: int
     time: float
+
+
+class MediaFile:
+    """A media value of a result, as trackers get it: a reference to the file that it was stored as.
+
+    Its ``str()`` is the path. It is no msgspec Struct, because those are written as plain maps: read back, nobody could
+    tell one from a dict of the user's.
+
+    Attributes:
+        kind: ``image``, ``text``, ``table``, ``histogram``, ``audio`` or ``video``.
+        path: the file, relative to the run directory, with forward slashes.
+        size: bytes.
+        caption: the user's words, or "".
+        details: what a tracker needs besides: ``width`` and ``height`` in pixels of an image, ``rate`` in Hz of audio,
+            ``fps`` of a video; None where it is not known.
+    """
+
+    __slots__ = ("caption", "details", "kind", "path", "size")
+
+    kind: Literal["image", "text", "table", "histogram", "audio", "video"]
+    path: str
+    size: int
+    caption: str
+    details: dict[str, Any]
+
+    def __init__(
+        self,
+        kind: Literal["image", "text", "table", "histogram", "audio", "video"],
+        path: str,
+        size: int,
+        caption: str = "",
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in zip(_MEDIA_FIELDS, (kind, path, size, caption, details or {}), strict=True):
+            object.__setattr__(self, name, value)
+
+    def asdict(self) -> dict[str, Any]:
+        """Its fields."""
+        return {name: getattr(self, name) for name in _MEDIA_FIELDS}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a MediaFile does not change: {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a MediaFile does not change: {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return self.asdict() == other.asdict() if isinstance(other, MediaFile) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.path, self.size, self.caption))
+
+    def __reduce__(self) -> tuple[type[MediaFile], tuple[Any, ...]]:
+        return MediaFile, tuple(self.asdict().values())
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"MediaFile({', '.join(f'{name}={value!r}' for name, value in self.asdict().items())})"
+
+
+_MEDIA_FIELDS = ("kind", "path", "size", "caption", "details")
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):

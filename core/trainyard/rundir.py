@@ -231,6 +231,13 @@ def last_outcome(path: Path) -> tuple[Status | None, str | None]:
     return (main.status, main.error) if isinstance(main, EndedRecord) else (None, None)
 
 
+def captured_files(path: Path, record: RunRecord) -> list[tuple[str, int]]:
+    """The files that ``log_to_file`` has written, with their sizes in bytes."""
+    asked = record.settings.get("log_to_file")
+    names = ["stdout", "stderr"] if asked is True else [asked] if isinstance(asked, str) else asked or []
+    return [(name, (path / name).stat().st_size) for name in names if (path / name).is_file()]
+
+
 class RunResult:
     """What is known of a run: after ``run()``, or of any run directory by ``open_run()``.
 
@@ -325,6 +332,11 @@ class RunResult:
     @property
     def _saved(self) -> RunCheckpoints:
         return RunCheckpoints(self._directory.checkpoints, self.id)
+
+    @property
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """What each tracker has noted of this run, such as the id that it has there: ``trackers["mlflow"]["run_id"]``."""
+        return {lane.tracker: lane.notes for lane in self.lanes()}
 
     def lanes(self) -> list[LaneState]:
         """How far each tracker has been delivered to."""

@@ -24,6 +24,7 @@ import math
 import mmap
 import os
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -207,9 +208,12 @@ def _dtype(described: Any) -> Any:
             except ImportError:
                 raise CheckpointError(f"the state has arrays of {described}: pip install ml_dtypes") from None
             described = getattr(ml_dtypes, described)
-        dtype = numpy.dtype(described)
-    else:
-        dtype = npy.descr_to_dtype(_tuples(described))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # a spelling that we never write
+        try:
+            dtype = npy.descr_to_dtype(_tuples(described)) if isinstance(described, list) else numpy.dtype(described)
+        except DeprecationWarning as error:
+            raise CheckpointCorrupt(f"the state names a dtype {described!r}, which is none: {error}") from None
     if dtype.hasobject:
         raise CheckpointCorrupt(f"the state names the dtype {dtype}, which holds objects")
     return dtype

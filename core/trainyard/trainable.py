@@ -468,6 +468,7 @@ class Trainable:
             written_config=written_config,
             storage=self._storage,
             trackers=self._trackers,
+            delivery="thread",
         )
 
     def _on_filled(self, result: dict[str, Any]) -> None:

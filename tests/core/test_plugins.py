@@ -191,7 +191,7 @@ def test_the_hooks_are_those_of_the_table():
     """The hooks, in order, are the documented ones."""
     assert plugins.HOOK_NAMES == (
         "open_store", "request_resources", "on_result", "should_stop", "log_start", "log_results", "log_artifact",
-        "log_checkpoint", "log_rewind", "log_end", "flush", "close",
+        "log_checkpoint", "log_rewind", "log_end", "flush", "close", "check",
     )  # fmt: skip
 
 
@@ -361,4 +361,4 @@ print([(s.tracker, s.type, s.delivered) for s in result.lanes()])
 def test_the_hint_names_only_plugins_of_that_kind(tmp_path):
     """For an unknown tracker the installed trackers are named, not stores."""
     said = said_by(tmp_path, ["jsn"])
-    assert said.partition("installed: ")[2].split(", ") == ["csv", "json"]
+    assert said.partition("installed: ")[2].split(", ") == ["csv", "json", "mlflow", "tensorboard"]

@@ -132,7 +132,7 @@ def test_a_tracker_that_raises_is_not_tried_for_ever(tmp_path):
         path.unlink()
         path.mkdir()  # in the way of the json tracker, once it begins anew
         (path.parent / "delivery" / "json.json").unlink(missing_ok=True)
-        ty.get_run().delivery.lanes[0]._close_plugin()
+        ty.get_run().deliveries[0]._lanes[0][0]._close_plugin()
         for i in range(2000):
             ty.report({"i": i})
             time.sleep(0.005)

@@ -90,7 +90,7 @@ class Ends:
 
 def test_an_end_that_a_resume_has_overtaken_is_not_told(killed):
     """A tracker that hears of the run only after its resume is not told that it was killed meanwhile."""
-    sync._end_if_killed(RunDirectory(killed))
+    sync.end_if_killed(RunDirectory(killed))
     result = ty.run(count, storage=killed.parents[1], experiment="sync", name="it", resume="must")
     late = Ends()
     assert Lane(result.info(), TrackerSpec("late", "Ends", lambda: hold("late", late))).attempt()

@@ -21,7 +21,7 @@ from typing import Any
 from trainyard.checkpoint import Checkpoint, Staging
 from trainyard.config import DeliveryMode, named_trackers, open_storage, parse_config, tracker_specs
 from trainyard.delivery import Delivery, Owed, TrackerSpec, drain
-from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError, RunLocked
+from trainyard.errors import CheckpointError, ConfigError, DeliveryError, JournalError, MetricError, RunLocked, unknown
 from trainyard.journal import (
     ArtifactRecord,
     CheckpointRecord,
@@ -46,10 +46,11 @@ from trainyard.rundir import (
     check_name,
     git_state,
     new_record,
+    read_lanes,
     safe_name,
 )
 from trainyard.storage import CheckpointPolicy, RunCheckpoints
-from trainyard.sync_client import SyncedDelivery, is_portable
+from trainyard.sync_client import SyncedDelivery, export, is_portable, take_back
 from trainyard.values import explain, recordable
 
 __all__ = ["Run", "get_run"]
@@ -178,6 +179,7 @@ class Run:
             else:
                 self._journal.append(StartedRecord(seq=0, time=time.time(), context=self._written_context))
             self.draining = False
+            self._exported: set[str] = set()
             self._tracker_failure: str | None = None
             self._waiting = waiting or _SayOnce(self.name)
             elsewhere = [spec for spec in trackers if delivery == "process" and is_portable(spec)]
@@ -388,6 +390,45 @@ class Run:
         """The last result as it stands in the journal."""
         return {name: value for name, value in self._last_written.items() if name not in self._context}
 
+    # -- the trackers' side of it ------------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """What each tracker has noted of this run so far, such as the id that it has there."""
+        return {lane.tracker: lane.notes for lane in read_lanes(self._directory.delivery)}
+
+    def export_environment(self, tracker: str, timeout_s: float = 60.0) -> dict[str, str]:
+        """Set the environment variables by which a tracker's own library, in this process, joins this very run.
+
+        With ``mlflow`` these are ``MLFLOW_RUN_ID`` and ``MLFLOW_TRACKING_URI``, so that ``mlflow.autolog()`` logs into the
+        MLflow run that trainyard writes to. The end of the run sets them back.
+
+        Args:
+            tracker: its name.
+            timeout_s: seconds to wait until it has been reached; training waits for a tracker nowhere else.
+
+        Returns:
+            The variables; empty, with a warning, if it was not reached in time.
+
+        Raises:
+            ConfigError: the run has no such tracker, or it has no such variables.
+        """
+        known = [owed.tracker for delivery in self.deliveries for owed in delivery.standing(0)]
+        if tracker not in known:
+            raise ConfigError(f"run {self.name}: {unknown('tracker', tracker, known, label='its trackers')}")
+        deadline = time.monotonic() + timeout_s
+        while not (notes := self.trackers.get(tracker)):
+            if time.monotonic() > deadline:
+                logger.warning("tracker %r was not reached within %.0f s: no environment variables", tracker, timeout_s)
+                return {}
+            time.sleep(0.05)
+        if "environment" not in notes:
+            raise ConfigError(f"tracker {tracker!r} has no environment variables to join it by")
+        variables: dict[str, str] = notes["environment"]
+        export(variables)
+        self._exported.update(variables)
+        return variables
+
     # -- how it goes on ------------------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
@@ -450,6 +491,7 @@ class Run:
                 return RunResult(self.path, error)
             self._ended = status
         _open_runs.discard(self)
+        take_back(self._exported)
         message = None
         try:
             if error is not None:

@@ -34,6 +34,7 @@ __all__ = [
     "open_storage",
     "parse_config",
     "read_yaml",
+    "split_trackers",
     "tracker_specs",
 ]
 
@@ -353,7 +354,7 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
         ConfigError, PluginNotFound, PluginBroken, PluginConfigError: with the place.
     """
     specs: list[TrackerSpec] = []
-    for name, given in _named_trackers(trackers, place):
+    for name, given in split_trackers(trackers, place):
         if any(spec.name == name for spec in specs):
             raise ConfigError(
                 f"{place('trackers')}: two trackers are named {name!r}: name one of them otherwise and give its 'type'"
@@ -374,10 +375,15 @@ def _same(plugin: plugins.Plugin) -> plugins.Plugin:
 
 def named_trackers(trackers: Any) -> dict[str, Any]:
     """The trackers that can be built anew in another process: all but the plugin objects, as a mapping to their options."""
-    return {name: dict(given) for name, given in _named_trackers(trackers, str) if isinstance(given, Mapping)}
+    return {name: dict(given) for name, given in split_trackers(trackers, str) if isinstance(given, Mapping)}
 
 
-def _named_trackers(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[str, Any]]:
+def split_trackers(trackers: Any, place: Callable[[str], str]) -> list[tuple[str, Any]]:
+    """The trackers of a config, whichever way they are written: name and options, or name and plugin object."""
+    return list(_each_tracker(trackers, place))
+
+
+def _each_tracker(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[str, Any]]:
     if isinstance(trackers, Mapping):
         items: list[tuple[Any, Any]] = list(trackers.items())
     elif isinstance(trackers, Sequence) and not isinstance(trackers, str):

@@ -109,6 +109,7 @@ class Owed(msgspec.Struct):
         since: seconds since the epoch, while it fails.
         error: why it fails; None once nothing is owed.
         live: a running process delivers to it.
+        where: the address that it delivers to, if it has told one.
     """
 
     run: str
@@ -118,6 +119,7 @@ class Owed(msgspec.Struct):
     since: float | None = None
     error: str | None = None
     live: bool = False
+    where: str = ""
 
 
 class LaneState(msgspec.Struct):
@@ -753,7 +755,10 @@ def owed(run: str, state: LaneState, newest: int, refused: str | None = None, *,
     if error is None and not live and not settled:
         since = in_call_since(Path(run), state.tracker)
         error = f"it has not returned for {time.time() - since:.0f} s" if since is not None else "it was too slow"
-    return Owed(run, state.tracker, state.delivered, count, state.failing_since, None if settled else error, live)
+    where = next((note for note in state.notes.values() if isinstance(note, str) and "://" in note), "")
+    return Owed(
+        run, state.tracker, state.delivered, count, state.failing_since, None if settled else error, live, where
+    )
 
 
 def in_call_since(run: Path, tracker: str) -> float | None:

@@ -13,6 +13,11 @@ Where hooks run
     *training process*: in the training thread; an exception propagates to the user.
     *launching process*: before any training; an exception stops the launch and names the plugin.
 
+What it promises
+    A tracker's class attribute ``guarantee`` is one sentence on its delivery, which ``trainyard doctor`` shows.
+    ``notes["environment"]`` names environment variables by which its own library joins the run from the training process
+    (:meth:`trainyard.Run.export_environment`).
+
 Exactly once
     Delivery is at least once and in order. Every result carries ``(run.id, result.seq)`` and the time it was logged
     at. What a tracker puts into `notes` is saved together with the lane's cursor, in one step, after `flush`: a file

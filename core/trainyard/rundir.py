@@ -340,8 +340,7 @@ class RunResult:
 
     def lanes(self) -> list[LaneState]:
         """How far each tracker has been delivered to."""
-        found = [LaneState.read(path) for path in sorted(self._directory.delivery.glob("*.json"))]
-        return [state for state in found if state is not None]
+        return read_lanes(self._directory.delivery)
 
     def info(self) -> RunInfo:
         """The run as hooks see it."""
@@ -350,6 +349,12 @@ class RunResult:
 
     def __repr__(self) -> str:
         return f"RunResult({self.name!r}, {self.status}, path={self.path!r})"
+
+
+def read_lanes(folder: Path) -> list[LaneState]:
+    """The lanes' states in a run's ``delivery/``."""
+    found = [LaneState.read(path) for path in sorted(folder.glob("*.json"))]
+    return [state for state in found if state is not None]
 
 
 _CHUNK = 2000  # rows that are transposed at a time: few enough that the garbage collector never walks over all of them

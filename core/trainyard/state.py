@@ -201,13 +201,12 @@ def _dtype(described: Any) -> Any:
     import numpy
     from numpy.lib import format as npy
 
-    if isinstance(described, str):
-        if described.isidentifier() and described not in numpy.sctypeDict:
-            try:
-                import ml_dtypes
-            except ImportError:
-                raise CheckpointError(f"the state has arrays of {described}: pip install ml_dtypes") from None
-            described = getattr(ml_dtypes, described)
+    if isinstance(described, str) and described.isidentifier() and described not in numpy.sctypeDict:
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise CheckpointError(f"the state has arrays of {described}: pip install ml_dtypes") from None
+        described = getattr(ml_dtypes, described)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)  # a spelling that we never write
         try:

@@ -32,7 +32,7 @@ from trainyard.rundir import RunDirectory, RunResult, captured_files, last_outco
 from trainyard.sync_client import runtime_folder
 from trainyard.values import flatten
 
-__all__ = ["DEADLINE_S", "Follower", "Owed", "replay", "standing", "sync_run"]
+__all__ = ["DEADLINE_S", "Follower", "Owed", "directories", "replay", "standing", "sync_run"]
 
 logger = logging.getLogger("trainyard")
 
@@ -390,6 +390,11 @@ class Follower:
         while not all(followed.finished for followed in self._runs.values()):
             time.sleep(0.02)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The runs that are served now."""
+        return list(self._runs)
+
     def announced_now(self) -> bool:
         """Whether a run is announced that is not served yet."""
         return bool(self._announced and any(path not in self._runs for path in self._names(self._announced)))
@@ -419,12 +424,12 @@ class Follower:
 
     def _live(self) -> Iterator[Path]:
         """All runs below a directory that somebody writes to."""
-        for path in _run_directories(self.directory):
+        for path in directories(self.directory):
             if path not in self._runs and not RunDirectory(path).lock.free:
                 yield path
 
     def _dead_and_owed(self) -> Iterator[Path]:
-        for path in _run_directories(self.directory):
+        for path in directories(self.directory):
             if path in self._runs or not RunDirectory(path).lock.free:
                 continue
             with contextlib.suppress(TrainyardError, OSError):
@@ -456,7 +461,7 @@ class Follower:
                 os.unlink(self._announced / path.name)
 
 
-def _run_directories(directory: Path) -> Iterator[Path]:
+def directories(directory: Path) -> Iterator[Path]:
     """The runs that a run directory, an experiment's or a storage root holds."""
     if (directory / "run.json").is_file():
         yield directory

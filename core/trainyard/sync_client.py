@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from trainyard.records import RunInfo
 from trainyard.redaction import REDACTED, redact
 from trainyard.values import flatten
 
-__all__ = ["SyncedDelivery", "is_portable", "runtime_folder"]
+__all__ = ["SyncedDelivery", "export", "is_portable", "runtime_folder", "take_back"]
 
 logger = logging.getLogger("trainyard")
 
@@ -46,7 +46,7 @@ _NOISE = re.compile(
 )
 
 _clients: dict[str, _SyncClient] = {}
-_exported: set[str] = set()
+_exported: dict[str, str | None] = {}  # what a run has put into the environment, and what was there before
 
 
 def runtime_folder() -> Path:
@@ -61,7 +61,7 @@ def runtime_folder() -> Path:
 
 def _token(experiment: Path, private: bool) -> str:
     """Names the one sync process that a run in these surroundings belongs to."""
-    environment = {k: v for k, v in os.environ.items() if k not in _exported and not _NOISE.fullmatch(k)}
+    environment = {name: value for name, value in _environment().items() if not _NOISE.fullmatch(name)}
     visible = [(plugin.name, plugin.module, plugin.package, plugin.version) for plugin in plugins.installed()]
     surroundings = [
         os.path.realpath(experiment), os.getcwd(), sys.executable, sorted(environment.items()), visible,
@@ -88,6 +88,28 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set environment variables for a while; the sync process never sees them."""
+    for name, value in variables.items():
+        _exported.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def take_back(names: Iterable[str]) -> None:
+    """Undo :func:`export`."""
+    for name in names:
+        before = _exported.pop(name, None)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _environment() -> dict[str, str]:
+    now = {**os.environ, **_exported}
+    return {name: value for name, value in now.items() if value is not None}
 
 
 class _SyncClient:
@@ -141,7 +163,7 @@ class _SyncClient:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**_environment(), "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C and the end of the terminal are for the training
             )
         for run, trackers in self._given.items():

@@ -28,10 +28,12 @@ from trainyard.cli.tables import (
     user_metrics,
 )
 from trainyard.config import DEFAULT_STORAGE, open_storage
+from trainyard.delivery import LaneState, in_call_since
 from trainyard.records import Result
 from trainyard.rundir import RunResult, list_runs, open_run
 from trainyard.values import flatten, strict_json
 
+_PATIENCE_S = 5.0
 _CURVE_WIDTH, _CURVE_HEIGHT = 60, 4
 
 
@@ -122,7 +124,7 @@ def _details(run: RunResult) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    return msgspec.json.format(strict_json(msgspec.to_builtins(value))).decode()
+    return msgspec.json.format(strict_json(value)).decode()
 
 
 def _show_identity(out: Console, run: RunResult, history: list[Result]) -> None:
@@ -199,24 +201,38 @@ def _as_wide_as(values: list[float], width: int) -> list[float | None]:
 
 
 def _show_trackers(out: Console, run: RunResult, history: list[Result]) -> None:
-    lanes = run.lanes()
+    lanes = {lane.tracker: lane for lane in run.lanes()}
+    for name in run.record.settings.get("trackers", {}):
+        lanes.setdefault(name, LaneState(name, name))
     if not lanes:
         return
-    newest = history[-1].seq if history else 0
-    rows = table("tracker", ">delivered", ">owed", ">set aside", "state")
-    for lane in lanes:
-        owed = max(0, newest - lane.seq)
-        if lane.error is not None:
-            state = f"[red]{escape(lane.error)}[/], since {ago(lane.failing_since or time.time())}"
-        else:
-            state = (
-                "done" if lane.ended else "[green]delivering[/]" if run.status == "running" else "[yellow]waiting[/]"
-            )
+    rows = table("tracker", ">delivered", ">owed", ">lag", ">set aside", "state")
+    for lane in lanes.values():
+        waiting = [result for result in history if result.seq > lane.seq]
         rows.add_row(
-            escape(lane.tracker), str(lane.delivered), str(owed), str(len(lane.rejected) + lane.dropped), state
+            escape(lane.tracker),
+            str(lane.delivered),
+            str(len(waiting)),
+            duration(time.time() - waiting[0].time) if waiting else "",
+            str(len(lane.rejected) + lane.dropped),
+            _state(run, lane),
         )
     out.print()
     out.print(rows)
+
+
+def _state(run: RunResult, lane: LaneState) -> str:
+    """How a lane stands, and if it does not get on, why."""
+    began_anew = ""
+    if lane.restarted_for is not None:
+        began_anew = f"; [yellow]{escape(lane.restarted_for)}[/], begun anew {lane.restarts} times"
+    called = in_call_since(Path(run.path), lane.tracker)
+    if lane.error is not None:
+        return f"[red]{escape(lane.error)}[/], since {ago(lane.failing_since or time.time())}{began_anew}"
+    if called is not None and time.time() - called > _PATIENCE_S:
+        return f"[red]has not returned[/] since {ago(called)}{began_anew}"
+    state = "done" if lane.ended else "[green]delivering[/]" if run.status == "running" else "[yellow]waiting[/]"
+    return state + began_anew
 
 
 def _show_checkpoints(out: Console, run: RunResult) -> None:

@@ -23,6 +23,7 @@ _VERBS = {
     "show": "looking",
     "sync": "syncing",
     "replay": "syncing",
+    "doctor": "doctor",
     "checkpoints": "checkpoints",
     "plugins": "plugins",
 }

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainyard.cli.tables import duration, metrics_line
+from trainyard.delivery import Owed
 from trainyard.hookspecs import hookimpl
 from trainyard.records import Result, RunInfo
 
@@ -33,6 +34,7 @@ class ProgressLine:
         self._began = time.perf_counter()
         self._first: int | None = None
         self._shown_at = 0.0
+        self._waited_since: float | None = None
         self._broken = False
         self._period = _REFRESH_S if self.console.is_terminal else _PLAIN_EVERY_S
         self._live: rich.progress.Progress | None = None
@@ -71,6 +73,29 @@ class ProgressLine:
             else:
                 self.console.print(Text(f"{run.name}  {text}"), soft_wrap=True)
         except (OSError, SystemExit):  # rich exits when nobody reads any more; a run does not end for that
+            self._broken = True
+
+    def waiting(self, trackers: list[Owed], left: float) -> None:
+        """Show which trackers the end of the run is waiting for.
+
+        Args:
+            trackers: those that are not done.
+            left: seconds that they still have.
+        """
+        now = time.perf_counter()
+        if self._waited_since is None:
+            self._waited_since = self._shown_at = now
+        if not trackers or self._broken or now - self._shown_at < self._period:
+            return
+        self._shown_at = now
+        parts = [f"{t.tracker}{f' at {t.where}' if t.where else ''}: {t.owed} results to go" for t in trackers]
+        text = f"delivering to {'; '.join(parts)}; {left:.0f} s left"
+        try:
+            if self._live is not None:
+                self._live.update(self._task, text=text)
+            else:
+                self.console.print(Text(text), soft_wrap=True)
+        except (OSError, SystemExit):
             self._broken = True
 
     def _text(self, iteration: int, result: Result, now: float) -> str:

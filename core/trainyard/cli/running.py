@@ -23,14 +23,14 @@ from trainyard.values import flatten
 
 _EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 143}
 
-_set_option = click.option(
+set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in --set config.lr=0.01."
 )
 
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False))
-@_set_option
+@set_option
 @click.option("--resume", is_flag=True, help="Go on with the newest unfinished run of the experiment.")
 def run(file: str, overrides: tuple[str, ...], resume: bool) -> int:
     """Run what a YAML file describes."""
@@ -44,7 +44,7 @@ def run(file: str, overrides: tuple[str, ...], resume: bool) -> int:
 @click.command()
 @click.argument("name", metavar="RUN")
 @click.option("--storage", help="Where to look for it.  [default: TRAINYARD_STORAGE or ./runs]")
-@_set_option
+@set_option
 def resume(name: str, storage: str | None, overrides: tuple[str, ...]) -> int:
     """Go on with a run: its directory, its id (or the beginning of it), or its name.
 
@@ -90,7 +90,7 @@ def _run(config: RunConfig, source: Source, existing: RunDirectory | None = None
     progress = ProgressLine(StopRule(config.stop).iterations)
     with progress:
         try:
-            result = execute(config, [progress], source, existing)
+            result = execute(config, [progress], source, existing, progress.waiting)
         except JournalError as error:  # the run was over by then
             click.echo(f"error: {error}", err=True)
             return 1
@@ -116,12 +116,12 @@ def _summarise(result: RunResult) -> None:
         name for name in ("result.json", "progress.csv", "stdout", "error.txt") if Path(result.path, name).exists()
     ]
     facts.add_row("files", escape("  ".join([*written, "journal/"])))
-    for lane in result.lanes():
-        if lane.error is not None or not lane.ended:
-            facts.add_row(
-                "tracker",
-                f"[yellow]{escape(lane.tracker)} is behind: {lane.delivered} delivered; {escape(lane.error or 'too slow')}[/]",
-            )
+    behind = [lane for lane in result.lanes() if lane.error is not None or not lane.ended]
+    for lane in behind:
+        facts.add_row(
+            "tracker",
+            f"[yellow]{escape(lane.tracker)} is behind: {lane.delivered} delivered; {escape(lane.error or 'too slow')}[/]",
+        )
     if result.checkpoint is not None:
         facts.add_row(
             "checkpoint", escape(f"{shown_path(result.checkpoint.path)}  (iteration {result.checkpoint.iteration})")
@@ -133,6 +133,8 @@ def _summarise(result: RunResult) -> None:
     next_up = table("", "")
     next_up.show_header = False
     next_up.add_row("[dim]look at it[/]", f"{trainyard} show {place}")
+    if behind:
+        next_up.add_row("[dim]deliver the rest[/]", f"{trainyard} sync {place}")
     if result.status != "completed":
         next_up.add_row("[dim]go on[/]", f"{trainyard} resume {place}")
     next_up.add_row(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.live import Live
 from rich.markup import escape
+from rich.table import Table
 
 from trainyard.cli.tables import ago, console, table
 from trainyard.config import DEFAULT_STORAGE, load_yaml
 from trainyard.errors import ConfigError, TrainyardError
-from trainyard.rundir import RunResult, find_run, list_runs, open_run
-from trainyard.sync import Owed, sync_run
+from trainyard.rundir import RunResult, find_run, open_run
+from trainyard.sync import Follower, Owed, standing, sync_run
+from trainyard.sync import directories as _directories
 from trainyard.sync import replay as replay_run
 
 _storage_option = click.option("--storage", help="Where to look for it.  [default: TRAINYARD_STORAGE or ./runs]")
@@ -23,12 +30,16 @@ _storage_option = click.option("--storage", help="Where to look for it.  [defaul
 @click.argument("place", metavar="[DIR|RUN]", required=False)
 @_storage_option
 @click.option("--only", metavar="TRACKER", help="Deliver to this tracker alone.")
-def sync(place: str | None, storage: str | None, only: str | None) -> int:
+@click.option("--follow", is_flag=True, help="Go on with what live and new runs log, until Ctrl-C.")
+def sync(place: str | None, storage: str | None, only: str | None, follow: bool) -> int:
     """Deliver what trackers are still owed: of one run, of all runs below a directory, or of all runs.
 
-    Each tracker gets 30 s a run. A run that was killed is ended as such. One that is live is left to its own process.
-    Exits with 0 when nothing is owed any more, else with 1.
+    Each tracker gets 30 s a run. A run that was killed is ended as such. One that is live is left to its own process;
+    with --follow it is served here, wherever its own process does not get through: on another machine, say, that
+    shares the disk and reaches the tracker. Exits with 0 when nothing is owed any more, else with 1.
     """
+    if follow:
+        return _follow(place, storage, only)
     standings: list[Owed] = []
     wrong = 0
     for run in _runs(place, storage):
@@ -39,18 +50,53 @@ def sync(place: str | None, storage: str | None, only: str | None) -> int:
                 raise
             wrong = 1
             click.echo(f"error: {error}", err=True)
-    out = table("run", "tracker", ">delivered", ">owed", "waiting since", "last error")
-    for standing in standings:
-        out.add_row(
-            escape(Path(standing.run).name),
-            escape(standing.tracker),
-            str(standing.delivered),
-            "being delivered" if standing.live else str(standing.owed),
-            ago(standing.since) if standing.since else "",
-            escape(standing.error or ""),
-        )
-    console().print(out if standings else "nothing to deliver")
+    console().print(_table(standings) if standings else "nothing to deliver")
     return int(wrong or any(standing.error for standing in standings))
+
+
+def _follow(place: str | None, storage: str | None, only: str | None) -> int:
+    directory = _directory(place, storage)
+    follower = Follower(directory, only=only)
+    serving = threading.Thread(target=follower.serve, args=(lambda: False,), name="trainyard-follow")
+    serving.start()
+    out = console()
+    with Live(console=out, auto_refresh=False, transient=True) if out.is_terminal else contextlib.nullcontext() as live:
+        try:
+            while True:
+                if live is not None:
+                    live.update(_table(_standings(follower.paths, only), "following; Ctrl-C ends it"), refresh=True)
+                time.sleep(1.0)
+        except KeyboardInterrupt:
+            follower.stopped = True
+            follower.woken.set()
+            serving.join()
+    standings = _standings(_directories(directory), only)
+    out.print(_table(standings) if standings else "nothing to deliver")
+    return int(any(standing.error for standing in standings))
+
+
+def _standings(paths: Iterable[Path], only: str | None) -> list[Owed]:
+    found = []
+    for path in sorted(paths):
+        run = RunResult(path)
+        names = [name for name in run.record.settings.get("trackers", {}) if only in (None, name)]
+        found += [standing(run, name, live=run.status == "running") for name in names]
+    return found
+
+
+def _table(standings: list[Owed], caption: str | None = None) -> Table:
+    out = table("run", "tracker", ">delivered", ">owed", "waiting since", "last error")
+    for how in standings:
+        out.add_row(
+            escape(Path(how.run).name),
+            escape(how.tracker),
+            str(how.delivered),
+            "being delivered" if how.live else str(how.owed),
+            ago(how.since) if how.since else "",
+            escape(how.error or ""),
+        )
+    out.caption = caption
+    return out
 
 
 @click.command()
@@ -77,17 +123,17 @@ def _told(standing: Owed) -> str:
     return f"[red]{escape(standing.tracker)} is still owed {standing.owed} results: {escape(standing.error)}[/]"
 
 
-def _runs(place: str | None, storage: str | None) -> list[RunResult]:
+def _directory(place: str | None, storage: str | None) -> Path:
+    """The directory of a run, an experiment or a storage root that the user means."""
     root = Path(storage or os.environ.get("TRAINYARD_STORAGE") or DEFAULT_STORAGE)
     if place is None:
-        return list(list_runs(root))
-    directory = Path(place)
-    if directory.is_dir() and not (directory / "run.json").is_file():
-        below = [
-            *list_runs(directory),
-            *list_runs(directory.parent, directory.name),
-        ]  # a storage root, or an experiment
-        if below:
-            return below
+        return root
+    return Path(place) if Path(place).is_dir() else Path(find_run(place, root).path)
+
+
+def _runs(place: str | None, storage: str | None) -> list[RunResult]:
+    directory = _directory(place, storage)
+    below = [RunResult(path) for path in _directories(directory)]
+    if place is not None and not below:
         raise ConfigError(f"there are no runs in {place}")
-    return [find_run(place, root)]
+    return sorted(below, key=lambda run: run.record.created, reverse=True)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainyard import Result, RunInfo, flatten, hookimpl
+from trainyard import MediaFile, Result, RunInfo, flatten, hookimpl
 from trainyard_plugins.trackers._appended import AppendedFile, rewritten
 
 _BATCH = 500
@@ -22,6 +22,8 @@ csv.field_size_limit((1 << 31) - 1)  # a metric may be a long string; the defaul
 
 class CsvTracker:
     """Writes the results of a run into its directory as a table. It has no options."""
+
+    guarantee = "Exactly once and in order; after a resume the file is written anew."
 
     def __init__(self) -> None:
         self._path = Path()
@@ -124,4 +126,13 @@ def _row(result: Result) -> dict[str, Any]:
     """The cells of a result, without the config."""
     metrics = dict(result.metrics)
     metrics.pop("config", None)
-    return dict(flatten(metrics)) if dict in set(map(type, metrics.values())) else metrics
+    if {dict, list}.isdisjoint(map(type, metrics.values())):
+        return metrics
+    return {name: _cell(value) for name, value in flatten(metrics)}
+
+
+def _cell(value: Any) -> Any:
+    """A media value in a list is its path, as one by itself is: that is its `str()`."""
+    if isinstance(value, list):
+        return [_cell(item) for item in value]
+    return str(value) if isinstance(value, MediaFile) else value

@@ -18,6 +18,8 @@ from trainyard_plugins.trackers._appended import AppendedFile, rewritten
 class JsonTracker:
     """Writes the results of a run into its directory. It has no options."""
 
+    guarantee = "Exactly once and in order; after a resume the file is written anew."
+
     def __init__(self) -> None:
         self._file: AppendedFile | None = None
 

@@ -41,8 +41,16 @@ if TYPE_CHECKING:
     from trainyard.hookspecs import hookimpl as hookimpl
     from trainyard.launch import run as run
     from trainyard.launch import start_run as start_run
+    from trainyard.media import Audio as Audio
+    from trainyard.media import Figure as Figure
+    from trainyard.media import Histogram as Histogram
+    from trainyard.media import Image as Image
+    from trainyard.media import Table as Table
+    from trainyard.media import Text as Text
+    from trainyard.media import Video as Video
     from trainyard.records import Artifact as Artifact
     from trainyard.records import CheckpointInfo as CheckpointInfo
+    from trainyard.records import MediaFile as MediaFile
     from trainyard.records import Outcome as Outcome
     from trainyard.records import Result as Result
     from trainyard.records import RunInfo as RunInfo
@@ -69,7 +77,8 @@ _HOMES = {
     "functional": ["get_checkpoint", "report", "wrap_function"],
     "hookspecs": ["hookimpl"],
     "launch": ["run", "start_run"],
-    "records": ["Artifact", "CheckpointInfo", "Outcome", "Result", "RunInfo"],
+    "media": ["Audio", "Figure", "Histogram", "Image", "Table", "Text", "Video"],
+    "records": ["Artifact", "CheckpointInfo", "MediaFile", "Outcome", "Result", "RunInfo"],
     "resources": ["Resources"],
     "active_run": ["Run", "get_run"],
     "rundir": ["RunResult", "open_run"],

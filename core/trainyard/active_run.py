@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainyard.checkpoint import Checkpoint, Staging
 from trainyard.config import DeliveryMode, named_trackers, open_storage, parse_config, tracker_specs
@@ -33,7 +33,7 @@ from trainyard.journal import (
     StartedRecord,
 )
 from trainyard.plugins import Plugin
-from trainyard.records import Result, RunInfo, Status
+from trainyard.records import MediaFile, Result, RunInfo, Status
 from trainyard.redaction import hide, redact, secret_values
 from trainyard.resources import Resources
 from trainyard.results import Counters, context
@@ -51,7 +51,10 @@ from trainyard.rundir import (
 )
 from trainyard.storage import CheckpointPolicy, RunCheckpoints
 from trainyard.sync_client import SyncedDelivery, export, is_portable, take_back
-from trainyard.values import explain, recordable
+from trainyard.values import Media, explain, recordable
+
+if TYPE_CHECKING:
+    from trainyard.media import MediaFolder
 
 __all__ = ["Run", "get_run"]
 
@@ -154,6 +157,7 @@ class Run:
             self.counters = Counters()
             self.last_result: dict[str, Any] = {}
             self._last_written: dict[str, Any] = {}
+            self._media: MediaFolder | None = None
             self.start_checkpoint: Checkpoint | None = None
             self.seq = 0
             self.head = 0
@@ -237,7 +241,7 @@ class Run:
         """Record one result.
 
         Args:
-            metrics: numbers, bools, strings, None, small arrays, or dicts and lists of these.
+            metrics: numbers, bools, strings, None, small arrays, media values, or dicts and lists of these.
             step: its place on the x axis; default the number of the result.
 
         Returns:
@@ -290,11 +294,13 @@ class Run:
                     shown = Result(seq, now, self._step(step, result, seq), result)
                     plugin.call("on_result", run=self.info, result=shown)
                 written = {name: value for name, value in result.items() if name not in self._context}
-            written = recordable(written)
+            written = recordable(written, self._store_media)
             step = self._step(step, written, seq)
             try:
                 self._journal.append(ResultRecord(seq=seq, time=now, step=step, metrics=written))
             except (TypeError, ValueError, OverflowError) as error:
+                if self._media is not None:
+                    self._media.discard(seq)
                 raise explain(written, error) from error
             result.update(self._context)
             self.counters, self.seq, self.head, self.last_result, self._last_written = after, seq, seq, result, written
@@ -560,6 +566,15 @@ class Run:
 
     def _note_failure(self, message: str) -> None:
         self._tracker_failure = message
+
+    def _store_media(self, name: str, value: Media) -> MediaFile | None:
+        """Store a media value of the result that is being recorded."""
+        self._journal.check_open()  # a forked child must not touch its parent's files
+        if self._media is None:
+            from trainyard.media import MediaFolder  # not before there is one
+
+            self._media = MediaFolder(self._directory.path)
+        return self._media.store(value, name, self.seq + 1)
 
     def _find_where_it_stopped(self) -> None:
         for record in JournalReader(self._directory.journal):

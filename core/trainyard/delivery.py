@@ -36,7 +36,7 @@ from trainyard.journal import (
 from trainyard.locks import FileLock
 from trainyard.plugins import Plugin
 from trainyard.records import Artifact, CheckpointInfo, Outcome, Result, RunInfo
-from trainyard.redaction import hide
+from trainyard.redaction import hide, redact
 from trainyard.results import AUTO_FILLED
 from trainyard.values import strict_json
 
@@ -729,7 +729,7 @@ class Delivery:
 
     def standing(self, newest: int) -> list[Owed]:
         """How each tracker stands, given the seq of the newest result."""
-        return [owed(lane.run.path, lane.state, newest) for lane, _ in self._lanes]
+        return [owed(lane.run.path, lane.state, newest, options=lane.spec.options) for lane, _ in self._lanes]
 
     def stop(self) -> None:
         """The time is over: say who does not return."""
@@ -739,13 +739,22 @@ class Delivery:
                 logger.warning("tracker %r does not return; what it is owed stays in the journal", lane.spec.name)
 
 
-def owed(run: str, state: LaneState, newest: int, refused: str | None = None, *, live: bool = False) -> Owed:
+def owed(
+    run: str,
+    state: LaneState,
+    newest: int,
+    refused: str | None = None,
+    *,
+    live: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Owed:
     """How a lane stands.
 
     Args:
         run: the run's directory.
         state: the lane's.
         newest: the seq of the newest result.
+        options: the tracker's, for its address.
         refused: why it cannot even be begun.
         live: a running process delivers to it.
     """
@@ -755,7 +764,12 @@ def owed(run: str, state: LaneState, newest: int, refused: str | None = None, *,
     if error is None and not live and not settled:
         since = in_call_since(Path(run), state.tracker)
         error = f"it has not returned for {time.time() - since:.0f} s" if since is not None else "it was too slow"
-    where = next((note for note in state.notes.values() if isinstance(note, str) and "://" in note), "")
+    told = [
+        value
+        for value in (*(options or {}).values(), *state.notes.values())
+        if isinstance(value, str) and "://" in value
+    ]
+    where = redact(told[0]) if told else ""
     return Owed(
         run, state.tracker, state.delivered, count, state.failing_since, None if settled else error, live, where
     )

@@ -258,7 +258,9 @@ class SyncedDelivery:
 
     def standing(self, newest: int) -> list[Owed]:
         """How each tracker stands, given the seq of the newest result."""
-        return [owed(str(self._run), self._state(name), newest) for name in self._specs]
+        return [
+            owed(str(self._run), self._state(name), newest, options=spec.options) for name, spec in self._specs.items()
+        ]
 
     def stop(self) -> None:
         """The time is over. What is owed stays in the journal."""

@@ -1,12 +1,13 @@
 """The one place that turns users' values into what is recorded.
 
-A metric is a number, a bool, a string, None, bytes, a small array, or a dict or list of these. Everything else is
-refused before anything is written, by name and type.
+A metric is a number, a bool, a string, None, bytes, a small array, a media value, or a dict or list of these. Everything
+else is refused before anything is written, by name and type.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +16,15 @@ from typing import Any
 import msgspec
 
 from trainyard.errors import MetricError
+from trainyard.records import MediaFile
 
-__all__ = ["ARRAY_LIMIT", "decode_extension", "encode_extension", "flatten", "recordable", "strict_json"]
+__all__ = ["ARRAY_LIMIT", "Media", "decode_extension", "encode_extension", "flatten", "recordable", "strict_json"]
 
 ARRAY_LIMIT = 1 << 20
 """Bytes that one array among the metrics may have; what is larger belongs into an artifact or a checkpoint."""
 
 _ARRAY = 1  # msgpack extension code: [dtype, shape, raw little-endian C-order bytes]
+_MEDIA = 2  # msgpack extension code: a map of the fields of a MediaFile
 _STRUCT_CODES = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"} | {
     "f2": "e",
     "f4": "f",
@@ -32,11 +35,26 @@ _PLAIN = frozenset({float, int, str, bool, type(None), bytes})
 _SCALAR_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes", "cupy", "tensorflow")
 
 
-def recordable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+class Media:
+    """What :class:`trainyard.Image` and its like have in common: they are stored as a file beside the journal."""
+
+    __slots__ = ()
+
+
+Store = Callable[[str, Media], MediaFile | None]
+
+
+def recordable(metrics: Mapping[Any, Any], store: Store | None = None) -> dict[str, Any]:
     """Turn a dict of metrics into one that the journal can hold.
 
     Numpy, torch and JAX scalars and 0-d arrays become Python numbers; arrays of up to 1 MiB stay arrays; tuples
-    become lists; keys that are numbers or bools become strings. The given dict is never changed.
+    become lists; keys that are numbers or bools become strings; media values become the MediaFile that they were stored
+    as. The given dict is never changed.
+
+    Args:
+        metrics: the dict.
+        store: stores one media value, given its name; None where that failed for no fault of the value's, which is then
+            left out. Called only once all else is known to be recordable. Without it media values are refused.
 
     Raises:
         MetricError: a value or key that cannot be recorded, or two keys of one flattened name.
@@ -44,15 +62,24 @@ def recordable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
     if set(map(type, metrics)) == {str}:
         if _PLAIN.issuperset(map(type, metrics.values())):
             return dict(metrics)
-        out = {k: v if type(v) in _PLAIN else _value(v, k, 0) for k, v in metrics.items()}
+        media: list[str] = []
+        out = dict(metrics)
+        for name, value in out.items():
+            if type(value) not in _PLAIN:
+                out[name] = _value(value, name, 0, media)
     else:
-        out = dict(_items(metrics, "", 0))
+        media = []
+        out = dict(_items(metrics, "", 0, media))
     if any(type(v) is dict for v in out.values()):
         _refuse_collisions(out)
+    if media:
+        if store is None:
+            raise MetricError(f"metric {media[0]!r} is a media value, which only the results of a run can hold")
+        _store_media(out, "", store)
     return out
 
 
-def _items(mapping: Mapping[Any, Any], path: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _items(mapping: Mapping[Any, Any], path: str, depth: int, media: list[str]) -> Iterator[tuple[str, Any]]:
     if depth > _DEPTH_LIMIT:
         raise MetricError(f"metric {path!r} is nested deeper than {_DEPTH_LIMIT} levels")
     seen = set()
@@ -66,10 +93,11 @@ def _items(mapping: Mapping[Any, Any], path: str, depth: int) -> Iterator[tuple[
         if key in seen:
             raise MetricError(f"two metrics are both named {name!r} once their names are strings")
         seen.add(key)
-        yield str(key), _value(value, name, depth)
+        yield str(key), _value(value, name, depth, media)
 
 
-def _value(value: Any, path: str, depth: int) -> Any:
+def _value(value: Any, path: str, depth: int, media: list[str]) -> Any:
+    """One value as it is recorded; a media value stays what it is for now, and its name is noted."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -78,17 +106,37 @@ def _value(value: Any, path: str, depth: int) -> Any:
         if isinstance(value, base):
             return str.__str__(value) if base is str else base(value)  # an Enum's own str() is its name
     if isinstance(value, Mapping):
-        return dict(_items(value, path, depth + 1))
+        return dict(_items(value, path, depth + 1, media))
     if isinstance(value, list | tuple):
         if depth > _DEPTH_LIMIT:
             raise MetricError(f"metric {path!r} is nested deeper than {_DEPTH_LIMIT} levels")
-        return [_value(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
+        return [_value(item, f"{path}/{i}", depth + 1, media) for i, item in enumerate(value)]
     if _is_scalar_type(value):
         return _from_array(value, path)
+    if isinstance(value, Media):
+        media.append(path)
+        return value
     raise MetricError(
         f"metric {path!r} is a {_name(value)}, which cannot be recorded: "
-        "a metric is a number, bool, string, None, small array, or a dict or list of these"
+        "a metric is a number, bool, string, None, small array, media value, or a dict or list of these"
     )
+
+
+def _store_media(container: Any, path: str, store: Store) -> None:
+    """Put a MediaFile in the place of each media value of a dict or list; one that could not be stored is taken out."""
+    left_out = []
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        name = f"{path}/{key}" if path else str(key)
+        if isinstance(value, Media):
+            file = store(name, value)
+            if file is None:
+                left_out.append(key)
+            else:
+                container[key] = file
+        elif isinstance(value, dict | list):
+            _store_media(value, name, store)
+    for key in reversed(left_out):
+        del container[key]
 
 
 def _is_scalar_type(value: Any) -> bool:
@@ -151,7 +199,9 @@ def explain(metrics: Mapping[str, Any], error: Exception) -> MetricError:
 
 
 def encode_extension(value: Any) -> msgspec.msgpack.Ext:
-    """msgspec's ``enc_hook``: an array becomes a msgpack extension with its exact bytes."""
+    """msgspec's ``enc_hook``: an array becomes a msgpack extension with its exact bytes, a MediaFile one with its fields."""
+    if type(value) is MediaFile:
+        return msgspec.msgpack.Ext(_MEDIA, msgspec.msgpack.encode(value.asdict(), enc_hook=encode_extension))
     array = _numpy_array(value)
     if array is None:
         raise TypeError(f"a {_name(value)} cannot be recorded")
@@ -160,7 +210,9 @@ def encode_extension(value: Any) -> msgspec.msgpack.Ext:
 
 
 def decode_extension(code: int, data: memoryview) -> Any:
-    """msgspec's ``ext_hook``: a numpy array where numpy is installed, else a flat list; unknown codes stay raw."""
+    """msgspec's ``ext_hook``: a numpy array where numpy is installed, else a flat list; a MediaFile; all else stays raw."""
+    if code == _MEDIA:
+        return _media_file(data) or msgspec.msgpack.Ext(code, bytes(data))
     if code != _ARRAY:
         return msgspec.msgpack.Ext(code, bytes(data))
     dtype, shape, raw = msgspec.msgpack.decode(data)
@@ -169,6 +221,28 @@ def decode_extension(code: int, data: memoryview) -> Any:
     except ImportError:
         return [item for (item,) in struct.iter_unpack("<" + _STRUCT_CODES[dtype[1:]], raw)]
     return numpy.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+class _MediaFields(msgspec.Struct):
+    """What a MediaFile needs to hold; what a newer version holds besides is left aside."""
+
+    kind: str
+    path: str
+    size: int
+    caption: str = ""
+    details: dict[str, Any] = {}
+
+
+def _media_file(data: memoryview) -> MediaFile | None:
+    """None for one that is damaged, or that would have a tracker open a file outside of the run's ``media/``."""
+    try:
+        fields = msgspec.msgpack.decode(data, type=_MediaFields)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    first, *rest = re.split(r"[/\\]", fields.path)
+    if first != "media" or not rest or not {"", ".", ".."}.isdisjoint(rest) or "\0" in fields.path:
+        return None
+    return MediaFile(fields.kind, fields.path, fields.size, fields.caption, fields.details)  # type: ignore[arg-type]
 
 
 def _numpy_array(value: Any) -> Any:
@@ -189,14 +263,20 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-_json = msgspec.json.Encoder(enc_hook=lambda value: value.tolist() if _numpy_array(value) is not None else str(value))
+def _json_hook(value: Any) -> Any:
+    if type(value) is MediaFile:
+        return value.asdict()
+    return value.tolist() if _numpy_array(value) is not None else str(value)
+
+
+_json = msgspec.json.Encoder(enc_hook=_json_hook)
 
 
 def strict_json(value: Any, encode: Callable[[Any], bytes] = _json.encode) -> bytes:
     """One value as JSON that every strict parser reads.
 
     NaN and the infinities, which JSON does not have, are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``;
-    bytes are base64; arrays are nested lists.
+    bytes are base64; arrays are nested lists; a MediaFile is an object of its fields.
     """
     line = encode(value)
     # msgspec writes the non-finite numbers as null, so only a line with a null in it can hold one
@@ -208,6 +288,8 @@ def _finite(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
+    if type(value) is MediaFile:
+        value = value.asdict()
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -218,7 +300,10 @@ def _finite(value: Any) -> Any:
 
 
 def strict_metrics(value: Any) -> tuple[Any, list[str]]:
-    """Metrics as plain JSON values, and the paths of those that are a string in place of NaN or an infinity."""
+    """Metrics as plain JSON values, and the paths of those that are a string in place of NaN or an infinity.
+
+    A MediaFile is its path, a string: a leaf as it was, and no metrics of its own.
+    """
     replaced: list[str] = []
 
     def walk(value: Any, path: str) -> Any:
@@ -227,6 +312,8 @@ def strict_metrics(value: Any) -> tuple[Any, list[str]]:
             return _finite(value)
         if isinstance(value, bytes):
             return msgspec.to_builtins(value)
+        if type(value) is MediaFile:
+            return value.path
         if _numpy_array(value) is not None:
             value = value.tolist()
         if isinstance(value, dict):

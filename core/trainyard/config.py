@@ -354,6 +354,7 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
         ConfigError, PluginNotFound, PluginBroken, PluginConfigError: with the place.
     """
     specs: list[TrackerSpec] = []
+    alone: dict[type, str] = {}  # those of which a run has one, by their class
     for name, given in split_trackers(trackers, place):
         if any(spec.name == name for spec in specs):
             raise ConfigError(
@@ -362,10 +363,14 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
         where = place(f"trackers.{name}")
         if isinstance(given, Mapping):
             specs.append(_named_spec(name, given, where))
+            plugin = specs[-1].build()
         else:
             plugin = plugins.hold(name, given)
             specs.append(TrackerSpec(name, type(given).__name__, functools.partial(_same, plugin)))
-            _check_is_tracker(plugin, where)
+        _check_is_tracker(plugin, where)
+        kind = type(plugin.instance)
+        if getattr(kind, "one_per_run", False) and alone.setdefault(kind, name) != name:
+            raise ConfigError(f"{where}: it would write the same files as the tracker {alone[kind]!r}: keep one of them")
     return specs
 
 
@@ -434,7 +439,6 @@ def _named_spec(name: str, given: Mapping[str, Any], where: str) -> TrackerSpec:
         except PluginConfigError as error:
             raise PluginConfigError(hide(str(error), secrets)) from None if secrets else error.__cause__
 
-    _check_is_tracker(build(), where)
     globs = {key: _globs(given.get(key), f"{where}.{key}") for key in ("include", "exclude")}
     return TrackerSpec(name, kind, build, on_error=on_error, secrets=secrets, options=dict(given), **globs)
 

@@ -15,6 +15,7 @@ Where hooks run
 
 What it promises
     A tracker's class attribute ``guarantee`` is one sentence on its delivery, which ``trainyard doctor`` shows.
+    ``one_per_run = True`` says that two of its kind in one run would write the same files, which is then a mistake.
     ``notes["environment"]`` names environment variables by which its own library joins the run from the training process
     (:meth:`trainyard.Run.export_environment`).
 

@@ -181,6 +181,8 @@ def build(
             raise PluginConfigError(f"{_at(place)}the option {option!r} is required")
     try:
         instance = kind(**options)
+    except PluginConfigError as error:
+        raise PluginConfigError(f"{_at(place)}{error}") from error
     except (TypeError, ValueError) as error:
         raise PluginConfigError(f"{_at(place)}{error}") from error
     except (Exception, SystemExit) as error:

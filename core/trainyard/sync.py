@@ -145,8 +145,7 @@ def _specs(trackers: Mapping[str, Any]) -> tuple[list[TrackerSpec], dict[str, st
     specs: list[TrackerSpec] = []
     refused: dict[str, str] = {}
     for name, options in trackers.items():
-        secret = [key for key, value in flatten(options) if isinstance(value, str) and REDACTED in value]
-        if secret:
+        if secret := _kept_secret(options):
             refused[name] = (
                 f"its {', '.join(secret)} was kept secret, so it is not on record: write ${{env:NAME}} instead"
             )
@@ -156,6 +155,10 @@ def _specs(trackers: Mapping[str, Any]) -> tuple[list[TrackerSpec], dict[str, st
         except TrainyardError as error:
             refused[name] = str(error)
     return specs, refused
+
+
+def _kept_secret(options: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in flatten(options) if isinstance(value, str) and REDACTED in value]
 
 
 def _newest_seq(directory: RunDirectory) -> int:
@@ -280,7 +283,8 @@ class _Followed:
             thread = threading.Thread(target=follow, args=arguments, name=f"trainyard-{spec.name}", daemon=True)
             self._threads.append(thread)
         for name, why in refused.items():
-            state = LaneState.read(self.directory.delivery / f"{name}.json") or LaneState(name, name)
+            kind = str(trackers[name].get("type", name))
+            state = LaneState.read(self.directory.delivery / f"{name}.json") or LaneState(name, kind)
             if state.error != why:
                 state.error, state.failing_since = why, time.time()
                 state.write(self.directory.delivery / f"{name}.json")
@@ -444,6 +448,8 @@ class Follower:
             return
         try:
             trackers = self.given.get(str(path)) or _trackers_of(RunResult(path), self._only)
+            if not self.parent_is_gone and any(_kept_secret(options) for options in trackers.values()):
+                return  # they are on their way to our standard input
             self._runs[path] = _Followed(path, trackers, self.isolate)
         except (TrainyardError, OSError) as error:
             logger.warning("cannot serve %s: %s", path, error)

@@ -1067,7 +1067,10 @@ time.sleep(60)
     child.kill()
     child.wait(timeout=20)
     try:
-        assert ty.open_run(tmp_path / "default" / "it").status == "killed"
+        deadline = time.monotonic() + 20  # a `git` that was being started at that moment has the lock until its exec
+        while ty.open_run(tmp_path / "default" / "it").status != "killed":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert run(Counting, tmp_path, name="it", resume="must", stop={"count": 1}).status == "completed"
     finally:
         child.stdin.close()

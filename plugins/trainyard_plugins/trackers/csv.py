@@ -24,6 +24,7 @@ class CsvTracker:
     """Writes the results of a run into its directory as a table. It has no options."""
 
     guarantee = "Exactly once and in order; after a resume the file is written anew."
+    one_per_run = True
 
     def __init__(self) -> None:
         self._path = Path()

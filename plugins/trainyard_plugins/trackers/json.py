@@ -19,6 +19,7 @@ class JsonTracker:
     """Writes the results of a run into its directory. It has no options."""
 
     guarantee = "Exactly once and in order; after a resume the file is written anew."
+    one_per_run = True
 
     def __init__(self) -> None:
         self._file: AppendedFile | None = None

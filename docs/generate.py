@@ -17,7 +17,7 @@ import msgspec
 from trainyard.cli.main import cli
 from trainyard.config import FailurePolicy, RunConfig
 from trainyard.hookspecs import Hooks
-from trainyard.plugins import HOOK_NAMES
+from trainyard.plugins import HOOK_NAMES, load_class, options_of
 from trainyard.storage import CheckpointPolicy
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -25,7 +25,11 @@ REFERENCE = Path(__file__).parent / "reference"
 
 def attributes(kind: type) -> dict[str, str]:
     """The attributes that a class docstring tells of, name to text."""
-    section = inspect.getdoc(kind).partition("Attributes:\n")[2]
+    return entries(inspect.getdoc(kind).partition("Attributes:\n")[2])
+
+
+def entries(section: str) -> dict[str, str]:
+    """A section of a docstring: name to text."""
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", "\n" + section.rstrip())[1:]:
         names, _, text = entry.strip().partition(": ")
@@ -97,6 +101,26 @@ def hooks() -> str:
     return "\n".join(out)
 
 
+def trackers() -> str:
+    """Each bundled tracker: what its module and class say, its options, and what it promises."""
+    out = []
+    for name in ("json", "csv", "tensorboard", "mlflow"):
+        kind = load_class(name)
+        told = inspect.getdoc(importlib.import_module(kind.__module__))
+        out += [f"## `{name}`", "", markdown(told), ""]
+        about, _, arguments = inspect.getdoc(kind).partition("Args:\n")
+        options = options_of(kind)
+        if options:
+            out += [markdown(about), "", "| option | default | meaning |", "|---|---|---|"]
+            known = entries(arguments)
+            for option, parameter in options.items():
+                value = "-" if parameter.default is None else f"`{parameter.default}`"
+                out.append(f"| `{option}` | {value} | {known[option].replace('|', '/')} |")
+            out.append("")
+        out += [f"**Promises**: {kind.guarantee}", ""]
+    return "\n".join(out)
+
+
 def markdown(text: str) -> str:
     """A docstring in Markdown: sections in bold, arguments as lists, examples fenced."""
     text = re.sub(r":\w+:`+[~.]?([\w.]+)`+", r"`\1`", text)
@@ -122,6 +146,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "config": ("config.md", config),
     "commands": ("commands.md", commands),
     "hooks": ("hooks.md", hooks),
+    "trackers": ("trackers.md", trackers),
 }
 
 

@@ -1090,3 +1090,78 @@ def test_secrets_among_the_tags_are_redacted(tmp_path):
             tags={"api_key": "hushhush"},
         )
         assert result.record.tags == {"api_key": "<redacted>"}
+
+
+def test_what_was_captured_is_an_artifact(tmp_path):
+    """With `log_to_file`, what the run printed goes to the trackers that take artifacts, before the end."""
+    heard = []
+
+    class Hearing:
+        @ty.hookimpl
+        def log_artifact(self, artifact):
+            with open(artifact.path) as file:
+                heard.append((artifact.name, artifact.size, file.read()))
+
+        @ty.hookimpl
+        def log_end(self, outcome):
+            heard.append(outcome.status)
+
+    def train(config):
+        print("hello")
+        ty.report({"a": 1})
+
+    run(train, tmp_path, trackers=[Hearing()], log_to_file=True)
+    assert heard == [("stdout", 6, "hello\n"), ("stderr", 0, ""), "completed"]
+
+
+class Joinable:
+    """A tracker that says by which environment variables one joins it."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    @ty.hookimpl
+    def log_start(self, notes):
+        """Tell."""
+        notes.update(self.notes)
+
+    @ty.hookimpl
+    def log_results(self, results):
+        """Take them."""
+
+
+def test_the_environment_joins_a_tracker_for_the_length_of_the_run(tmp_path, monkeypatch):
+    """What the tracker names is set until the run ends, and then as it was before."""
+    monkeypatch.setenv("THEIR_RUN", "before")
+    monkeypatch.delenv("THEIR_URI", raising=False)
+    variables = {"THEIR_RUN": "7", "THEIR_URI": "here"}
+    with ty.start_run(storage=tmp_path, trackers=[Joinable({"run_id": "7", "environment": variables})]) as opened:
+        assert opened.export_environment("Joinable") == variables
+        assert (os.environ["THEIR_RUN"], os.environ["THEIR_URI"]) == ("7", "here")
+        assert opened.trackers["Joinable"]["run_id"] == "7"
+    assert os.environ["THEIR_RUN"] == "before"
+    assert "THEIR_URI" not in os.environ
+    assert ty.open_run(opened.path).trackers["Joinable"]["run_id"] == "7"
+
+
+def test_a_tracker_that_cannot_be_joined_is_a_mistake(tmp_path):
+    """One that the run does not have, and one that names no variables."""
+    with ty.start_run(storage=tmp_path, trackers=["csv"]) as opened:
+        with pytest.raises(ty.ConfigError, match=r"unknown tracker 'cvs': did you mean 'csv'"):
+            opened.export_environment("cvs")
+        with pytest.raises(ty.ConfigError, match="no environment variables"):
+            opened.export_environment("csv")
+
+
+def test_a_tracker_that_is_not_reached_does_not_hold_training_for_ever(tmp_path, caplog):
+    """After the time there is a warning and no variable."""
+
+    class Down(Joinable):
+        @ty.hookimpl
+        def log_start(self, notes):
+            raise ConnectionError("down")
+
+    with ty.start_run(storage=tmp_path, trackers=[{"csv": None}, Down({})]) as opened:
+        assert opened.export_environment("Down", timeout_s=0.1) == {}
+        assert "not reached within" in caplog.text
+        opened.deliveries[0].close(0.0)  # the end need not wait for it

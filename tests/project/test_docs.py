@@ -102,7 +102,7 @@ def generator():
     return module
 
 
-@pytest.mark.parametrize("part", ["config", "commands", "hooks"])
+@pytest.mark.parametrize("part", ["config", "commands", "hooks", "trackers"])
 def test_generated_reference_is_up_to_date(part):
     """The reference is what `python docs/generate.py` writes."""
     path, text = generator().page(part)

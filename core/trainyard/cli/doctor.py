@@ -109,7 +109,7 @@ def _check(plugin: plugins.Plugin, root: Path) -> str:
 
 def _try_storage(root: Path) -> str:
     """Write, read and delete a small file."""
-    existing = next(folder for folder in (root, *root.absolute().parents) if folder.is_dir())
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     probe = existing / f".trainyard-doctor-{secrets.token_hex(4)}"
     content = secrets.token_bytes(16)
     try:

@@ -115,6 +115,7 @@ def _summarise(result: RunResult) -> None:
     written = [
         name for name in ("result.json", "progress.csv", "stdout", "error.txt") if Path(result.path, name).exists()
     ]
+    written += ["events.out.tfevents.*"] if any(Path(result.path).glob("events.out.tfevents.*")) else []
     facts.add_row("files", escape("  ".join([*written, "journal/"])))
     behind = [lane for lane in result.lanes() if lane.error is not None or not lane.ended]
     for lane in behind:

@@ -370,7 +370,9 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
         _check_is_tracker(plugin, where)
         kind = type(plugin.instance)
         if getattr(kind, "one_per_run", False) and alone.setdefault(kind, name) != name:
-            raise ConfigError(f"{where}: it would write the same files as the tracker {alone[kind]!r}: keep one of them")
+            raise ConfigError(
+                f"{where}: it would write the same files as the tracker {alone[kind]!r}: keep one of them"
+            )
     return specs
 
 

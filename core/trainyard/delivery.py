@@ -428,6 +428,7 @@ class Lane:
                 plugin.call("log_checkpoint", run=run, checkpoint=checkpoint, notes=notes)
             case ResumedRecord():
                 self._resumed_at = first.time
+                run = self.run = msgspec.structs.replace(run, config=first.context.get("config", run.config))
                 if self._ended:
                     plugin.call("log_start", run=run, notes=notes)
                     self._ended = False

@@ -82,6 +82,13 @@ class FileLock:
         finally:
             os.close(fd)
 
+    def taken(self) -> tuple[str, int]:
+        """Who took it last, as ``HOST PID``, and when, in nanoseconds: another answer means that it was taken anew."""
+        try:
+            return self.path.read_text().strip(), self.path.stat().st_mtime_ns
+        except OSError:
+            return "", 0
+
     def holder(self) -> str:
         """Who took it last: ``host HOST, pid PID``."""
         try:

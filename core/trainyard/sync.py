@@ -268,6 +268,7 @@ class _Followed:
         self._threads: list[threading.Thread] = []
         self._size = -1
         self._checked = 0.0
+        self._taken = self.directory.lock.taken()
         info = RunResult(path).info()
         specs, refused = _specs(trackers)
         for spec in specs:
@@ -309,17 +310,16 @@ class _Followed:
         if not now and clock - self._checked < _CHECK_EVERY_S:
             return
         self._checked = clock
-        alive = not self.directory.lock.free
-        if self._closing.is_set():
-            if alive:
-                self._deadline = clock  # it was resumed: whoever serves it next begins at the cursors
-        elif not alive:
+        if self.directory.lock.taken() != self._taken:
+            self.stop(clock)  # it was resumed, maybe with other trackers: whoever serves it next begins at the cursors
+        elif not self._closing.is_set() and self.directory.lock.free:
             self._close()
 
     def _close(self) -> None:
         """Its process is gone: end the run if that is still to be done, and have the lanes come to theirs."""
-        with contextlib.suppress(RunLocked, TrainyardError, OSError):
+        with contextlib.suppress(TrainyardError, OSError):
             self.directory.take_lock()
+            self._taken = self.directory.lock.taken()
             try:
                 end_if_killed(self.directory)
             finally:
@@ -422,7 +422,7 @@ class Follower:
 
     def _names(self, folder: Path) -> list[Path]:
         try:
-            return [self.directory / entry.name for entry in os.scandir(folder)]
+            return [self.directory / entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")]
         except OSError:
             return []
 
@@ -446,6 +446,10 @@ class Follower:
     def _follow(self, path: Path) -> None:
         if path in self._runs:
             return
+        lock = RunDirectory(path).lock
+        if self._announced is not None and not lock.free and lock.taken()[0] != _read(self._announced / path.name):
+            self._withdraw(path)  # it goes on in other surroundings, and another process serves it
+            return
         try:
             trackers = self.given.get(str(path)) or _trackers_of(RunResult(path), self._only)
             if not self.parent_is_gone and any(_kept_secret(options) for options in trackers.values()):
@@ -457,14 +461,22 @@ class Follower:
 
     def _done_with(self, path: Path) -> None:
         followed = self._runs.pop(path)
-        self._withdraw(path)
-        if not followed.directory.lock.free:  # it was resumed in this moment
-            self._follow(path)
+        if followed.directory.lock.free:
+            self._withdraw(path)
+        else:
+            self._looked = 0.0  # it was resumed, and may be announced anew
 
     def _withdraw(self, path: Path) -> None:
         if self._announced is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._announced / path.name)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def directories(directory: Path) -> Iterator[Path]:

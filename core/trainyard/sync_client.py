@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import logging
 import os
+import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ import msgspec
 
 from trainyard import plugins
 from trainyard.delivery import MAIN_JOURNAL, Delivery, LaneState, Owed, TrackerSpec, failure_text, owed
+from trainyard.files import write_atomic
 from trainyard.locks import FileLock
 from trainyard.records import RunInfo
 from trainyard.redaction import REDACTED, redact
@@ -36,6 +39,7 @@ __all__ = ["SyncedDelivery", "export", "is_portable", "runtime_folder", "take_ba
 logger = logging.getLogger("trainyard")
 
 _LOOK_EVERY_S = 1.0
+_FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 
 # variables that differ between two runs of one job, and mean nothing to a tracker
@@ -138,10 +142,10 @@ class _SyncClient:
 
     def look_after(self, run: Path) -> None:
         """See that the run is announced, and that somebody is there to serve it."""
-        entry = self._announced / run.name
-        if not entry.exists():
+        entry, us = self._announced / run.name, f"{platform.node()} {os.getpid()}"
+        if not entry.exists() or entry.read_text() != us:
             self._announced.mkdir(exist_ok=True)
-            entry.touch()
+            write_atomic(entry, us.encode(), durable=False)
         with self._mutex:
             if self._process is None or self._process.returncode is not None:
                 self._start()
@@ -154,7 +158,7 @@ class _SyncClient:
     def _start(self) -> None:
         if time.monotonic() < self._not_before or not self._lock.free:
             return
-        self._pause = min(max(0.1, 2 * self._pause), _LONGEST_PAUSE_S)
+        self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + self._pause
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with open(self._log, "ab") as log:
@@ -186,7 +190,7 @@ class _SyncClient:
                     process.stdin.close()
             if time.monotonic() - began > _LONGEST_PAUSE_S or code == 0:
                 self._pause = self._not_before = 0.0
-        if code not in (0, -15):
+        if code not in (0, -signal.SIGTERM) and self._pause <= _FIRST_PAUSE_S:
             logger.warning(
                 "the process that delivers to the trackers ended with %d (%s); it is begun anew", code, self._log
             )

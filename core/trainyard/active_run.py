@@ -131,7 +131,7 @@ class Run:
         waiting: Callable[[list[Owed], float], None] | None = None,
     ) -> None:
         directory.create()
-        directory.take_lock()
+        directory.take_lock(2.0)  # its death may just be noted by the sync process
         try:
             resumed = record is None
             if record is not None and directory.json.exists():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -343,7 +344,7 @@ def _look_up(metrics: Mapping[str, Any], name: str) -> Any:
     return dict(flatten(metrics)).get(name) if value is None and "/" in name else value
 
 
-def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[TrackerSpec]:
+def tracker_specs(trackers: Any, place: Callable[[str], str] = str, *, check: bool = True) -> list[TrackerSpec]:
     """The trackers that a config names, each built once to be sure that it can be.
 
     Args:
@@ -363,6 +364,9 @@ def tracker_specs(trackers: Any, place: Callable[[str], str] = str) -> list[Trac
         where = place(f"trackers.{name}")
         if isinstance(given, Mapping):
             specs.append(_named_spec(name, given, where))
+            if not check:
+                plugins.find(specs[-1].type, what="tracker", where=where)
+                continue
             plugin = specs[-1].build()
         else:
             plugin = plugins.hold(name, given)
@@ -381,8 +385,24 @@ def _same(plugin: plugins.Plugin) -> plugins.Plugin:
 
 
 def named_trackers(trackers: Any) -> dict[str, Any]:
-    """The trackers that can be built anew in another process: all but the plugin objects, as a mapping to their options."""
-    return {name: dict(given) for name, given in split_trackers(trackers, str) if isinstance(given, Mapping)}
+    """The trackers that can be built anew in another process: not the plugin objects, nor those with objects as options."""
+    named = split_trackers(trackers, str)
+    return {name: dict(given) for name, given in named if isinstance(given, Mapping) and is_plain(given)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is the same after it was written as JSON and read again; a path becomes its text."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_plain(key) and is_plain(item) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, str | os.PathLike):
+        return not re.search("[\ud800-\udfff]", str(os.fspath(value)))
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 64
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) is bool
 
 
 def split_trackers(trackers: Any, place: Callable[[str], str]) -> list[tuple[str, Any]]:

@@ -565,7 +565,8 @@ class Lane:
             try:
                 plugin.call("close")
             except BaseException as error:
-                logger.warning("tracker %r failed to close: %s: %s", self.spec.name, type(error).__name__, error)
+                message = hide(f"{type(error).__name__}: {error}", self.spec.secrets)
+                logger.warning("tracker %r failed to close: %s", self.spec.name, message)
             finally:
                 self._called = False
                 self._in_call(False)

@@ -38,16 +38,21 @@ class FileLock:
         self.path = path
         self._fd = -1
 
-    def acquire(self) -> bool:
-        """Take the lock. Returns whether we have it, within a tenth of a second."""
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        for wait in (0.01, 0.03, 0.06, 0.0):
+    def acquire(self, patience: float = 0.1) -> bool:
+        """Take the lock. Returns whether we have it, within so many seconds: somebody may only be asking if it is free."""
+        deadline = time.monotonic() + patience
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if _try_lock(fd):
-                break
-            time.sleep(wait)  # somebody may only be asking whether it is free
-        else:
+                try:
+                    if os.name == "nt" or os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                        break
+                except FileNotFoundError:
+                    pass  # its last holder has just tidied it away
             os.close(fd)
-            return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
         try:
             os.ftruncate(fd, 0)
             os.write(fd, f"{platform.node()} {os.getpid()}\n".encode())

@@ -172,14 +172,14 @@ class RunDirectory:
                 "or storage=..."
             ) from error
 
-    def take_lock(self) -> None:
+    def take_lock(self, patience: float = 0.1) -> None:
         """Become the one process that writes to this run.
 
         Raises:
             RunLocked: a live process does.
         """
         try:
-            taken = self.lock.acquire()
+            taken = self.lock.acquire(patience)
         except OSError as error:
             raise ConfigError(f"cannot lock {self.lock.path}: {error.strerror}") from error
         if not taken:

@@ -43,6 +43,7 @@ _POLL_S = 0.05
 _CHECK_EVERY_S = 1.0
 _LINGER_S = 1.0  # the next run of a sweep or a notebook finds it still there
 _LEFTOVERS_AT_ONCE = 4
+_LEFTOVERS_STAY_S = 5.0
 _DEATHS_TO_ISOLATE = 2
 _MEMORY_LIMIT = 1 << 30
 _GREW = 75  # exit code: it had grown over the limit
@@ -140,8 +141,8 @@ def _trackers_of(run: RunResult, only: str | None) -> dict[str, Any]:
     return {only: trackers[only]}
 
 
-def _specs(trackers: Mapping[str, Any]) -> tuple[list[TrackerSpec], dict[str, str]]:
-    """What can be built of a run's trackers, and why the others cannot."""
+def _specs(trackers: Mapping[str, Any], *, check: bool = True) -> tuple[list[TrackerSpec], dict[str, str]]:
+    """What can be built of a run's trackers, and why the others cannot; unless `check`, that is left to their lanes."""
     specs: list[TrackerSpec] = []
     refused: dict[str, str] = {}
     for name, options in trackers.items():
@@ -151,14 +152,14 @@ def _specs(trackers: Mapping[str, Any]) -> tuple[list[TrackerSpec], dict[str, st
             )
             continue
         try:
-            specs += tracker_specs({name: options})
+            specs += tracker_specs({name: options}, check=check)
         except TrainyardError as error:
             refused[name] = str(error)
     return specs, refused
 
 
 def _kept_secret(options: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in flatten(options) if isinstance(value, str) and REDACTED in value]
+    return [key for key, value in flatten(options) if REDACTED in str(value)]
 
 
 def _newest_seq(directory: RunDirectory) -> int:
@@ -168,7 +169,11 @@ def _newest_seq(directory: RunDirectory) -> int:
 def end_if_killed(directory: RunDirectory) -> None:
     """Write the end that a dead process could not write, into a journal that is not its own."""
     record = directory.read()
-    if record.status != "running" or last_outcome(directory.path)[0] is not None:
+    if record.status != "running":
+        return
+    if (outcome := last_outcome(directory.path)[0]) is not None:
+        record.status = outcome
+        directory.write(record)
         return
     newest = _newest_seq(directory)
     journal = JournalWriter(directory.sync_journal)
@@ -198,23 +203,11 @@ class _Isolated:
         pause = 0.0
         while True:
             began = time.monotonic()
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainyard.sync", str(self._run), "--lane", self._name],
-                stdin=subprocess.PIPE,
-            )
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(msgspec.json.encode(self._options) + b"\n")
-                process.stdin.flush()
-            while process.poll() is None:
-                if closing.wait(0.2):
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()  # it makes its last round
-                    try:
-                        process.wait(max(0.0, deadline() - time.monotonic()) + 0.5)
-                    except subprocess.TimeoutExpired:
-                        process.kill()
-            code = process.wait()
+            try:
+                code = self._run_once(closing, deadline)
+            except OSError as error:
+                logger.warning("cannot start a process for tracker %r: %s", self._name, error)
+                code = -1
             if code == 0:
                 return
             self._note(code)
@@ -226,6 +219,24 @@ class _Isolated:
                 time.sleep(min(pause, left))
             else:
                 closing.wait(pause)
+
+    def _run_once(self, closing: threading.Event, deadline: Callable[[], float]) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainyard.sync", str(self._run), "--lane", self._name], stdin=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(msgspec.json.encode(self._options) + b"\n")
+            process.stdin.flush()
+        while process.poll() is None:
+            if closing.wait(0.2):
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # it makes its last round
+                try:
+                    process.wait(max(0.0, deadline() - time.monotonic()) + 0.5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        return process.wait()
 
     def _note(self, code: int) -> None:
         state = LaneState.read(self._path) or LaneState(self._name, self._name)
@@ -267,10 +278,13 @@ class _Followed:
         self._wakes: list[threading.Event] = []
         self._threads: list[threading.Thread] = []
         self._size = -1
+        self.resumed = False
         self._checked = 0.0
         self._taken = self.directory.lock.taken()
         info = RunResult(path).info()
-        specs, refused = _specs(trackers)
+        specs, refused = _specs(
+            trackers, check=False
+        )  # to build one may take the process down: that is marked in its lane
         for spec in specs:
             lane = Lane(info, spec)
             arguments: tuple[Any, ...] = (self._closing, lambda: self._deadline)
@@ -311,6 +325,7 @@ class _Followed:
             return
         self._checked = clock
         if self.directory.lock.taken() != self._taken:
+            self.resumed = True
             self.stop(clock)  # it was resumed, maybe with other trackers: whoever serves it next begins at the cursors
         elif not self._closing.is_set() and self.directory.lock.free:
             self._close()
@@ -370,6 +385,7 @@ class Follower:
         self._looked = 0.0
         self._changed = 0
         self._leftovers: Iterator[Path] = iter(())
+        self._leftover: set[Path] = set()
 
     def serve(self, leave: Callable[[], bool]) -> None:
         """Go on until there is nothing to do and `leave` agrees, or until :attr:`stopped`."""
@@ -413,12 +429,19 @@ class Follower:
         if now or changed != self._changed or clock - self._looked > _CHECK_EVERY_S:
             self._changed, self._looked = changed, clock
             for path in self._names(folder) if self._announced else self._live():
-                self._follow(path)
+                self._follow(path, self._announced is not None)
+                self._leftover.discard(path)
+        if self.parent_is_gone and self._announced:
+            self._leftovers = iter(())
+            for path in self._leftover & self._runs.keys():
+                self._runs[path].stop(clock + _LEFTOVERS_STAY_S)
+            self._leftover.clear()
         while len(self._runs) < _LEFTOVERS_AT_ONCE:
             leftover = next(self._leftovers, None)
             if leftover is None:
                 break
             self._follow(leftover)
+            self._leftover.add(leftover)
 
     def _names(self, folder: Path) -> list[Path]:
         try:
@@ -443,7 +466,7 @@ class Follower:
                 if run.record.status == "running" or not all(state is not None and state.ended for state in states):
                     yield path
 
-    def _follow(self, path: Path) -> None:
+    def _follow(self, path: Path, announced: bool = False) -> None:
         if path in self._runs:
             return
         lock = RunDirectory(path).lock
@@ -452,7 +475,7 @@ class Follower:
             return
         try:
             trackers = self.given.get(str(path)) or _trackers_of(RunResult(path), self._only)
-            if not self.parent_is_gone and any(_kept_secret(options) for options in trackers.values()):
+            if announced and not self.parent_is_gone and any(_kept_secret(options) for options in trackers.values()):
                 return  # they are on their way to our standard input
             self._runs[path] = _Followed(path, trackers, self.isolate)
         except (TrainyardError, OSError) as error:
@@ -461,7 +484,9 @@ class Follower:
 
     def _done_with(self, path: Path) -> None:
         followed = self._runs.pop(path)
-        if followed.directory.lock.free:
+        if followed.directory.lock.free and followed.resumed:
+            self._follow(path, self._announced is not None)  # it has ended again since
+        elif followed.directory.lock.free:
             self._withdraw(path)
         else:
             self._looked = 0.0  # it was resumed, and may be announced anew
@@ -484,9 +509,9 @@ def directories(directory: Path) -> Iterator[Path]:
     if (directory / "run.json").is_file():
         yield directory
         return
-    for pattern in ("*/run.json", "*/*/run.json"):
-        for file in directory.glob(pattern):
-            yield file.parent
+    files = list(directory.glob("*/run.json")) or directory.glob("*/*/run.json")
+    for file in files:
+        yield file.parent
 
 
 def _memory() -> int:
@@ -498,9 +523,8 @@ def _memory() -> int:
         return 0
 
 
-def _serve(directory: Path, token: str) -> None:
+def _serve(directory: Path, token: str, folder: Path) -> None:
     """The process that a training process started."""
-    folder = runtime_folder()
     lock, announced = FileLock(folder / f"{token}.lock"), folder / token
     if not lock.acquire():
         return  # another was quicker
@@ -508,11 +532,12 @@ def _serve(directory: Path, token: str) -> None:
     follower = Follower(directory, announced, isolate=inherited is not None)
     follower.given = msgspec.json.decode(inherited or "{}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(follower, "stopped", True))
-
     grown = threading.Event()
+    stdin = _keep_from_trackers(0)
+    heard = os.fdopen(stdin, "rb", closefd=False)
 
     def hear() -> None:
-        for line in sys.stdin.buffer:
+        for line in heard:
             if line.strip():
                 told: dict[str, Any] = msgspec.json.decode(line)
                 follower.given[told["run"]] = told["trackers"]
@@ -532,6 +557,12 @@ def _serve(directory: Path, token: str) -> None:
                 follower.stopped = True
 
     def leave() -> bool:
+        log = folder / f"{token}.log"
+        with contextlib.suppress(OSError):
+            if log.stat().st_size == 0:
+                log.unlink()
+        with contextlib.suppress(OSError):
+            lock.path.unlink()
         lock.release()
         if not follower.announced_now():
             with contextlib.suppress(OSError):
@@ -543,8 +574,18 @@ def _serve(directory: Path, token: str) -> None:
     threading.Thread(target=hear, daemon=True).start()
     follower.serve(leave)
     if grown.is_set():  # begin anew, as small as at first, on the same standard input
+        os.dup2(stdin, 0)
         os.environ[_GIVEN] = msgspec.json.encode(follower.given).decode()
         os.execv(sys.executable, [sys.executable, "-P", "-m", "trainyard.sync", *sys.argv[1:]])
+
+
+def _keep_from_trackers(fd: int) -> int:
+    """Move a file out of the trackers' way; they find an empty one in its place."""
+    kept = os.dup(fd)
+    empty = os.open(os.devnull, os.O_RDWR)
+    os.dup2(empty, fd)
+    os.close(empty)
+    return kept
 
 
 def _serve_lane(run: Path, name: str) -> None:
@@ -560,6 +601,8 @@ def _serve_lane(run: Path, name: str) -> None:
         sys.stdin.buffer.read()
         deadline[0] = time.monotonic() + DEADLINE_S
         closing.set()
+        time.sleep(DEADLINE_S + 2.0)
+        os._exit(1)  # it does not return
 
     def watch_memory() -> None:
         while not closing.wait(2.0):
@@ -577,16 +620,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--token")
     parser.add_argument("--lane")
+    parser.add_argument("--runtime", type=Path)
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
         with contextlib.suppress(OSError):
             os.nice(5)  # training comes first
-    logging.basicConfig(format="%(asctime)s %(levelname)s: %(message)s", level=logging.WARNING)
+    log = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")  # a tracker may close what is not its own
+    logging.basicConfig(format="%(asctime)s %(levelname)s: %(message)s", level=logging.WARNING, stream=log)
     if given.lane:
         _serve_lane(given.directory, given.lane)
     else:
-        _serve(given.directory, given.token)
+        _serve(given.directory, given.token, given.runtime or runtime_folder())
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a tracker that never returns must not keep us

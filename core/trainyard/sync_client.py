@@ -27,18 +27,19 @@ from typing import Any
 import msgspec
 
 from trainyard import plugins
+from trainyard.config import is_plain
 from trainyard.delivery import MAIN_JOURNAL, Delivery, LaneState, Owed, TrackerSpec, failure_text, owed
 from trainyard.files import write_atomic
 from trainyard.locks import FileLock
 from trainyard.records import RunInfo
 from trainyard.redaction import REDACTED, redact
-from trainyard.values import flatten
 
 __all__ = ["SyncedDelivery", "export", "is_portable", "runtime_folder", "take_back"]
 
 logger = logging.getLogger("trainyard")
 
 _LOOK_EVERY_S = 1.0
+_LOG_LIMIT = 1 << 20
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 
@@ -63,26 +64,22 @@ def runtime_folder() -> Path:
     return folder
 
 
-def _token(experiment: Path, private: bool) -> str:
-    """Names the one sync process that a run in these surroundings belongs to."""
-    environment = {name: value for name, value in _environment().items() if not _NOISE.fullmatch(name)}
+def _token(experiment: Path, cwd: str, given: Mapping[str, str], named: set[str], private: bool) -> str:
+    """Names the one sync process that a run in these surroundings belongs to; options read the variables in `named`."""
+    environment = {name: value for name, value in given.items() if name in named or not _NOISE.fullmatch(name)}
     visible = [(plugin.name, plugin.module, plugin.package, plugin.version) for plugin in plugins.installed()]
     surroundings = [
-        os.path.realpath(experiment), os.getcwd(), sys.executable, sorted(environment.items()), visible,
+        os.path.realpath(experiment), cwd, sys.executable, sorted(environment.items()), visible,
         os.getpid() if private else 0,
     ]  # fmt: skip
-    return hashlib.blake2b(msgspec.json.encode(surroundings), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(surroundings).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def is_portable(spec: TrackerSpec) -> bool:
     """Whether another process can build a tracker: it has a name, and its options are plain values."""
     if spec.options is None:
         return False
-    try:
-        _encode(spec.options)
-    except TypeError:
-        return False
-    return True
+    return is_plain(spec.options)
 
 
 def _plain(value: Any) -> Any:
@@ -119,8 +116,10 @@ def _environment() -> dict[str, str]:
 class _SyncClient:
     """One sync process as this training process sees it: its own child, or one that another has started."""
 
-    def __init__(self, experiment: Path, token: str) -> None:
-        folder = runtime_folder()
+    def __init__(self, experiment: Path, token: str, cwd: str, environment: Mapping[str, str]) -> None:
+        folder = self._folder = runtime_folder()
+        self._cwd = cwd
+        self._environment = environment
         self._experiment = experiment
         self._token = token
         self._announced = folder / token
@@ -143,12 +142,17 @@ class _SyncClient:
     def look_after(self, run: Path) -> None:
         """See that the run is announced, and that somebody is there to serve it."""
         entry, us = self._announced / run.name, f"{platform.node()} {os.getpid()}"
-        if not entry.exists() or entry.read_text() != us:
+        while not entry.exists() or entry.read_text() != us:
             self._announced.mkdir(exist_ok=True)
-            write_atomic(entry, us.encode(), durable=False)
+            with contextlib.suppress(FileNotFoundError):  # a process that leaves has just removed the folder
+                write_atomic(entry, us.encode(), durable=False)
         with self._mutex:
             if self._process is None or self._process.returncode is not None:
                 self._start()
+
+    def hurry(self) -> None:
+        """A run waits at its end: begin the process anew within a second, however often it has died."""
+        self._not_before = min(self._not_before, time.monotonic() + 1.0)
 
     def poke(self) -> None:
         """Have it look at once; one that is not our child looks often enough."""
@@ -160,14 +164,28 @@ class _SyncClient:
             return
         self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + self._pause
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        with open(self._log, "ab") as log:
+        library = {os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload")}
+        # the standard library first: a file beside the script may have the name of one of its modules
+        path = os.pathsep.join(sorted(filter(None, sys.path), key=lambda entry: entry not in library))
+        full = self._log.exists() and self._log.stat().st_size > _LOG_LIMIT
+        with open(self._log, "wb" if full else "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainyard.sync", str(self._experiment), "--token", self._token],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "trainyard.sync",
+                    str(self._experiment),
+                    "--token",
+                    self._token,
+                    "--runtime",
+                    str(self._folder),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**_environment(), "PYTHONPATH": path},
+                cwd=self._cwd,
+                env={**self._environment, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C and the end of the terminal are for the training
             )
         for run, trackers in self._given.items():
@@ -233,10 +251,13 @@ class SyncedDelivery:
         self._specs = {spec.name: spec for spec in trackers}
         self._on_failure = on_failure
         self._over = threading.Event()
+        self._stopped = threading.Event()
+        self._deadline = float("inf")
+        self._cwd, self._environment = os.getcwd(), _environment()  # as they are now: the user's code may change them
         self._failing: dict[str, float] = {}
         self._client: _SyncClient | None = None
         self._threads: Delivery | None = None  # where no process can be started
-        self._known: dict[str, tuple[int, LaneState]] = {}
+        self._known: dict[str, tuple[tuple[int, int, int], LaneState]] = {}
         self._watcher = threading.Thread(target=self._watch, name="trainyard-watch", daemon=True)
 
     def start(self) -> None:
@@ -245,6 +266,7 @@ class SyncedDelivery:
 
     def close(self, deadline: float) -> None:
         """Nothing more will come; the sync process has a deadline of its own."""
+        self._deadline = deadline
         self._over.set()
         if self._threads is not None:
             self._threads.close(deadline)
@@ -256,7 +278,10 @@ class SyncedDelivery:
         """Whether every tracker has confirmed the end of the run."""
         if self._threads is not None:
             return self._threads.settled
-        size = self._journal.stat().st_size
+        try:
+            size = self._journal.stat().st_size
+        except FileNotFoundError:
+            return True  # somebody took the run away
         states = [self._state(name) for name in self._specs]
         return all(state.ended and state.cursor.get(MAIN_JOURNAL, 0) >= size for state in states)
 
@@ -268,6 +293,7 @@ class SyncedDelivery:
 
     def stop(self) -> None:
         """The time is over. What is owed stays in the journal."""
+        self._stopped.set()
         if self._threads is not None:
             self._threads.stop()
 
@@ -280,6 +306,8 @@ class SyncedDelivery:
             logger.warning("cannot start the process that delivers to the trackers (%s): threads do it", error)
             self._threads = Delivery(self._info, list(self._specs.values()), self._on_failure)
             self._threads.start()
+            if self._over.is_set():
+                self._threads.close(self._deadline)
             return
         if self._over.is_set():
             client.poke()
@@ -287,12 +315,18 @@ class SyncedDelivery:
             with contextlib.suppress(OSError):  # the next look may do better
                 client.look_after(self._run)
             self._tell_of_failures()
+        while not self._stopped.wait(0.5) and not self.settled:
+            with contextlib.suppress(OSError):
+                client.hurry()
+                client.look_after(self._run)
 
     def _attach(self) -> _SyncClient:
         options = {name: spec.options or {} for name, spec in self._specs.items()}
-        secret = any(isinstance(value, str) and REDACTED in value for _, value in flatten(redact(options)))
-        token = _token(self._run.parent, secret)
-        client = _clients.setdefault(token, _SyncClient(self._run.parent, token))
+        written = _encode(redact(options)).decode()
+        secret = REDACTED in written
+        named = set(re.findall(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}", written))
+        token = _token(self._run.parent, self._cwd, self._environment, named, secret)
+        client = _clients.setdefault(token, _SyncClient(self._run.parent, token, self._cwd, self._environment))
         client.announce(self._run, options if secret else None)
         return client
 
@@ -313,7 +347,8 @@ class SyncedDelivery:
     def _state(self, name: str) -> LaneState:
         path = self._run / "delivery" / f"{name}.json"
         try:
-            changed = path.stat().st_mtime_ns
+            found = path.stat()
+            changed = (found.st_mtime_ns, found.st_ino, found.st_size)  # the clock has coarse ticks
         except OSError:
             return LaneState(name, name)
         known = self._known.get(name)

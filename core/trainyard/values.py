@@ -247,7 +247,8 @@ def _media_file(data: memoryview) -> MediaFile | None:
 
 def _numpy_array(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
-    return value if numpy is not None and isinstance(value, numpy.ndarray) else None
+    kind = getattr(numpy, "ndarray", None)  # missing while another thread imports numpy
+    return value if kind is not None and isinstance(value, kind) else None
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -38,8 +38,16 @@ class FileLock:
         self.path = path
         self._fd = -1
 
-    def acquire(self, patience: float = 0.1) -> bool:
-        """Take the lock. Returns whether we have it, within so many seconds: somebody may only be asking if it is free."""
+    def acquire(self, patience: float = 0.1, role: str = "") -> bool:
+        """Take the lock.
+
+        Args:
+            patience: seconds to try for: somebody may only be asking whether it is free.
+            role: a word on what for, which :meth:`taken` tells.
+
+        Returns:
+            Whether we have it.
+        """
         deadline = time.monotonic() + patience
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -55,7 +63,7 @@ class FileLock:
             time.sleep(0.01)
         try:
             os.ftruncate(fd, 0)
-            os.write(fd, f"{platform.node()} {os.getpid()}\n".encode())
+            os.write(fd, f"{platform.node()} {os.getpid()} {role}".strip().encode() + b"\n")
         except OSError:
             os.close(fd)
             raise
@@ -88,7 +96,7 @@ class FileLock:
             os.close(fd)
 
     def taken(self) -> tuple[str, int]:
-        """Who took it last, as ``HOST PID``, and when, in nanoseconds: another answer means that it was taken anew."""
+        """Who took it last, as ``HOST PID ROLE``, and when, in nanoseconds: another answer means that it was taken anew."""
         try:
             return self.path.read_text().strip(), self.path.stat().st_mtime_ns
         except OSError:
@@ -97,7 +105,7 @@ class FileLock:
     def holder(self) -> str:
         """Who took it last: ``host HOST, pid PID``."""
         try:
-            host, pid = self.path.read_text().split()
+            host, pid, *_ = self.path.read_text().split()
         except (OSError, ValueError):
             return "an unknown process"
         return f"host {host}, pid {pid}"

@@ -172,14 +172,18 @@ class RunDirectory:
                 "or storage=..."
             ) from error
 
-    def take_lock(self, patience: float = 0.1) -> None:
+    def take_lock(self, patience: float = 0.1, role: str = "") -> None:
         """Become the one process that writes to this run.
+
+        Args:
+            patience: seconds to try for.
+            role: ``sync`` if it is only to note how the run ended.
 
         Raises:
             RunLocked: a live process does.
         """
         try:
-            taken = self.lock.acquire(patience)
+            taken = self.lock.acquire(patience, role)
         except OSError as error:
             raise ConfigError(f"cannot lock {self.lock.path}: {error.strerror}") from error
         if not taken:
@@ -210,7 +214,7 @@ class RunDirectory:
         """How the run stands now: what its journal says last, and whether its process is alive."""
         if record.status != "running":
             return record.status
-        if not self.lock.free:
+        if not self.lock.free and not self.lock.taken()[0].endswith(" sync"):
             return "running"
         return last_outcome(self.path)[0] or "killed"
 

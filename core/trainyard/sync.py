@@ -71,7 +71,7 @@ def sync_run(run: RunResult, only: str | None = None) -> list[Owed]:
     directory = RunDirectory(Path(run.path))
     directory.create()
     try:
-        directory.take_lock()
+        directory.take_lock(role="sync")
     except RunLocked:
         return [standing(run, name, live=True) for name in trackers]
     try:
@@ -103,7 +103,7 @@ def replay(run: RunResult, tracker: str, options: Mapping[str, Any] | None = Non
             f"run {run.name} has the tracker {tracker!r} itself: trainyard sync {run.path} --only {tracker}"
         )
     directory = RunDirectory(Path(run.path))
-    directory.take_lock()
+    directory.take_lock(role="sync")
     try:
         end_if_killed(directory)
         _deliver(run, tracker_specs({tracker: dict(options or {})}))
@@ -333,7 +333,7 @@ class _Followed:
     def _close(self) -> None:
         """Its process is gone: end the run if that is still to be done, and have the lanes come to theirs."""
         with contextlib.suppress(TrainyardError, OSError):
-            self.directory.take_lock()
+            self.directory.take_lock(role="sync")
             self._taken = self.directory.lock.taken()
             try:
                 end_if_killed(self.directory)

@@ -475,8 +475,8 @@ def test_escaping_is_reversible_and_legal(name):
 
     assert unescape(escape(name)) == name
     _validate_metric_name(escape(name))
-    assert ".." not in module._path_name(name).split("/")
-    assert unescape(module._path_name(name)) == name
+    assert ".." not in module.path_name(name).split("/")
+    assert unescape(module.path_name(name)) == name
 
 
 def test_good_names_stay_and_long_ones_are_told_apart():

@@ -49,6 +49,7 @@ from trainyard import (
     hookimpl,
     strict_json,
 )
+from trainyard_plugins.trackers._mlflow_names import IMAGE_KEY, escape, escaped, fitting, path_name, unescape
 
 logger = logging.getLogger("trainyard")
 
@@ -59,7 +60,6 @@ OnReplay = Literal["skip", "append"]
 _METRICS_A_REQUEST = 1000  # MLflow's documented limits
 _BYTES_A_REQUEST = 800_000
 _PARAMS_A_REQUEST = 100
-_NAME_LIMIT = 250
 _PARAM_LIMIT = 6000
 _TAG_LIMIT = 8000
 _FEWEST_A_REQUEST = 10
@@ -474,7 +474,7 @@ class MLflowTracker:
         for original, value in flatten(config):
             name, text = escape(original), _clean(_text_of(value))
             if name != original:
-                tags[_fitting(f"trainyard.name.{name}")] = original
+                tags[fitting(f"trainyard.name.{name}")] = original
             tag = escape(f"trainyard.param.{original}")
             if len(text) > _PARAM_LIMIT:
                 text = self._shortened(name, tag, text, tags)
@@ -510,7 +510,7 @@ class MLflowTracker:
                 tags[tag if i == 0 else escape(f"{unescape(tag)}.{i + 1}")] = piece
             kept = f", all of it in the tag {tag}"
         elif self._long_params == "artifact":
-            path = f"params/{_path_name(unescape(name))}.txt"
+            path = f"params/{path_name(unescape(name))}.txt"
             self._upload(path, text.encode())
             kept = f", all of it in the artifact {path}"
         note = f" [{len(text)} characters{kept}]"
@@ -566,7 +566,7 @@ class MLflowTracker:
                 break
         else:
             if found[0] != name:
-                tags[_fitting(f"trainyard.name.{found[0]}")] = name
+                tags[fitting(f"trainyard.name.{found[0]}")] = name
         self._names[name] = found
         self._longest = max(self._longest, len(json.dumps(found[0])))
         return found
@@ -649,7 +649,7 @@ class MLflowTracker:
         with self._reaching():
             for file in files:
                 relative = file.relative_to(path).as_posix()
-                self._upload(_path_name(artifact.name if file == path else f"{artifact.name}/{relative}"), file)
+                self._upload(path_name(artifact.name if file == path else f"{artifact.name}/{relative}"), file)
 
     def _send_media(self, run: RunInfo, name: str, result: Result, file: MediaFile, tags: dict[str, str]) -> None:
         path = Path(run.path, file.path)
@@ -658,7 +658,7 @@ class MLflowTracker:
             return
         if file.kind == "image" and path.suffix.lower() == ".png":
             # The names of MlflowClient.log_image, which its page of images reads; ours are the same at each delivery
-            key = _escaped(name, _IMAGE_KEY).replace("/", "~")
+            key = escaped(name, IMAGE_KEY).replace("/", "~")
             serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{run.id}/{result.seq}/{name}")
             target = f"images/{key}+step+{result.step}+timestamp+{_milliseconds(result.time)}+{serial}"
             self._upload(f"{target}.png", path)
@@ -666,7 +666,7 @@ class MLflowTracker:
                 self._upload(f"{target}+compressed.webp", small)
             tags["mlflow.loggedImages"] = "True"
             return
-        target = f"media/{_path_name(name)}/step_{result.step:08d}_{result.seq}{path.suffix}"
+        target = f"media/{path_name(name)}/step_{result.step:08d}_{result.seq}{path.suffix}"
         self._upload(target, path)
         if file.kind == "table" and path.suffix == ".json":
             self._note_table(target)
@@ -786,63 +786,6 @@ class MLflowTracker:
             logger.warning("mlflow: %s", message)
 
 
-# ---- names -------------------------------------------------------------------------------------------------------
-
-_LEGAL = re.compile(r"[/\w.\- :]")
-_PATH = re.compile(r"[/A-Za-z0-9_.\-+= ~@,()]")
-_IMAGE_KEY = re.compile(r"[a-zA-Z0-9_\-./ ]")
-_ESCAPE = re.compile(r"_x([0-9A-F]{2,6})_")
-
-
-def escape(name: str) -> str:
-    """A name as MLflow takes it; no two names become one.
-
-    >>> escape("loss@1"), escape("a//b"), escape("val/acc")
-    ('loss_x40_1', 'a_x2F_/b', 'val/acc')
-    """
-    return _fitting(_escaped(name, _LEGAL))
-
-
-def _fitting(name: str) -> str:
-    """A legal name cut to what MLflow takes, with a hash of all of it at its end."""
-    if len(name) <= _NAME_LIMIT:
-        return name
-    return f"{name[: _NAME_LIMIT - 17]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-
-def unescape(name: str) -> str:
-    """The original of an escaped name that was not too long.
-
-    >>> unescape("loss_x40_1")
-    'loss@1'
-    """
-    return "" if name == "_x_" else _ESCAPE.sub(lambda match: chr(int(match[1], 16)), name)
-
-
-def _escaped(name: str, legal: re.Pattern[str]) -> str:
-    if name in ("", "_x_"):  # the empty name has to be written somehow
-        return "_x5F_x_" if name else "_x_"
-    marked = {i for i, char in enumerate(name) if legal.fullmatch(char) is None}
-    place = 0
-    for segment in name.split("/"):  # what a path would resolve to something else
-        if segment in (".", "..") or (place == 0 and segment.startswith("..")):
-            marked.add(place)
-        elif not segment:
-            marked.add(place if place < len(name) else place - 1)
-        place += len(segment) + 1
-    if not marked and "_x" not in name:
-        return name
-    for match in re.finditer(r"_x[0-9A-F]{2,6}", name):  # what would read as an escape
-        if match.end() in marked or name[match.end() : match.end() + 1] == "_":
-            marked.add(match.start())
-    return "".join(f"_x{ord(char):02X}_" if i in marked else char for i, char in enumerate(name))
-
-
-def _path_name(name: str) -> str:
-    """A path of an artifact that no URL and no file system reads otherwise."""
-    return _escaped(name, _PATH)
-
-
 # ---- small things ------------------------------------------------------------------------------------------------
 
 _ABROAD = frozenset(
@@ -960,7 +903,7 @@ def _tags_of(run: RunInfo, record: dict[str, Any]) -> dict[str, str]:
     for name, value in run.tags.items():
         key = escape(name)
         if key != name:
-            tags[_fitting(f"trainyard.name.{key}")] = name
+            tags[fitting(f"trainyard.name.{key}")] = name
         tags[key] = value
     note = run.tags.get("note") or run.tags.get("description")
     if note:

@@ -177,6 +177,8 @@ class Run:
             self._journal = JournalWriter(directory.journal)
             self._written_context = {**self._context, "config": written}
             if resumed:
+                if self.start_checkpoint is not None and self.start_checkpoint.index not in self._recorded:
+                    self._note_checkpoint(self.start_checkpoint, self.head)  # it was killed right behind its commit
                 self._journal.append(
                     ResumedRecord(seq=self.seq, time=time.time(), keep=self.head, context=self._written_context)
                 )
@@ -184,6 +186,8 @@ class Run:
                 self._journal.append(StartedRecord(seq=0, time=time.time(), context=self._written_context))
             self.draining = False
             self._exported: set[str] = set()
+            self._specs = {spec.name: spec for spec in trackers}
+            self._joined: list[tuple[Plugin, str]] = []
             self._tracker_failure: str | None = None
             self._waiting = waiting or _SayOnce(self.name)
             elsewhere = [spec for spec in trackers if delivery == "process" and is_portable(spec)]
@@ -378,19 +382,22 @@ class Run:
                 fill(staging, source)
                 self._journal.sync()  # a checkpoint must never know of results that a power cut can take back
                 checkpoint = self.checkpoints.commit(staging, **moment)
-            self._journal.append(
-                CheckpointRecord(
-                    seq=self.seq,
-                    time=time.time(),
-                    index=checkpoint.index,
-                    iteration=checkpoint.iteration,
-                    url=checkpoint.url,
-                    size=checkpoint.size,
-                    metrics=checkpoint.metrics,
-                )
-            )
+            self._note_checkpoint(checkpoint, self.seq)
             self.checkpoints.retain()
             return checkpoint
+
+    def _note_checkpoint(self, checkpoint: Checkpoint, seq: int) -> None:
+        self._journal.append(
+            CheckpointRecord(
+                seq=seq,
+                time=time.time(),
+                index=checkpoint.index,
+                iteration=checkpoint.iteration,
+                url=checkpoint.url,
+                size=checkpoint.size,
+                metrics=checkpoint.metrics,
+            )
+        )
 
     def written_metrics(self) -> dict[str, Any]:
         """The last result as it stands in the journal."""
@@ -433,7 +440,21 @@ class Run:
         variables: dict[str, str] = notes["environment"]
         export(variables)
         self._exported.update(variables)
+        if all(name != tracker for _, name in self._joined):
+            plugin = self._specs[tracker].build()
+            self._joined.append((plugin, tracker))
+            plugin.call("join", run=self.info, notes=notes)
         return variables
+
+    def _leave(self) -> None:
+        """Undo :meth:`export_environment`."""
+        for plugin, tracker in self._joined:
+            try:
+                plugin.call("leave", run=self.info, notes=self.trackers.get(tracker, {}))
+            except Exception as error:
+                logger.warning("tracker %r failed to leave: %s: %s", tracker, type(error).__name__, error)
+        self._joined.clear()
+        take_back(self._exported)
 
     # -- how it goes on ------------------------------------------------------------------------------------------
 
@@ -497,7 +518,7 @@ class Run:
                 return RunResult(self.path, error)
             self._ended = status
         _open_runs.discard(self)
-        take_back(self._exported)
+        self._leave()
         message = None
         try:
             if error is not None:
@@ -577,9 +598,12 @@ class Run:
         return self._media.store(value, name, self.seq + 1)
 
     def _find_where_it_stopped(self) -> None:
+        self._recorded: set[int] = set()  # checkpoints
         for record in JournalReader(self._directory.journal):
             if isinstance(record, ResultRecord):
                 self.seq = record.seq
+            elif isinstance(record, CheckpointRecord):
+                self._recorded.add(record.index)
         self.start_checkpoint = self._trusted(self.checkpoints.newest_good())
         self.head = 0
         if self.start_checkpoint is not None:

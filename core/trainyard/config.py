@@ -221,10 +221,10 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
 
     source = source or Source("", "", dict(data), {})
     place = source.place
-    _check_keys(data, RunConfig, "", place)
+    check_keys(data, RunConfig, "", place)
     for key, kind in (("checkpoint", CheckpointPolicy), ("failures", FailurePolicy)):
         if isinstance(data.get(key), Mapping):
-            _check_keys(data[key], kind, key, place)
+            check_keys(data[key], kind, key, place)
     if "trainable" not in data:
         raise ConfigError(
             f"{place('')}: the key 'trainable' is missing: name one as module:name or path.py:name".lstrip(": ")
@@ -249,7 +249,12 @@ def parse_config(data: Mapping[str, Any], source: Source | None = None) -> RunCo
     return config
 
 
-def _check_keys(data: Mapping[str, Any], kind: type, path: str, place: Callable[[str], str]) -> None:
+def check_keys(data: Mapping[str, Any], kind: type, path: str, place: Callable[[str], str]) -> None:
+    """Refuse keys that a struct does not have.
+
+    Raises:
+        ConfigError: naming the place and the nearest key.
+    """
     known = msgspec.structs.fields(kind)
     names = [field.name for field in known]
     for key in data:
@@ -390,6 +395,12 @@ def named_trackers(trackers: Any) -> dict[str, Any]:
     return {name: dict(given) for name, given in named if isinstance(given, Mapping) and is_plain(given)}
 
 
+def check_tracker_name(name: Any, where: str) -> None:
+    """Refuse what cannot be the name of a tracker and of its files."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(f"{where}: {name!r} is no name for a tracker: use letters, digits, '.', '_' and '-'")
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is the same after it was written as JSON and read again; a path becomes its text."""
     if isinstance(value, Mapping):
@@ -432,10 +443,7 @@ def _each_tracker(trackers: Any, place: Callable[[str], str]) -> Iterable[tuple[
             f"{place('trackers')}: expected a mapping of names to options, or a list of names, not {_what(trackers)}"
         )
     for name, options in items:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ConfigError(
-                f"{place('trackers')}: {name!r} is no name for a tracker: use letters, digits, '.', '_' and '-'"
-            )
+        check_tracker_name(name, place("trackers"))
         if (
             options is not None
             and not isinstance(options, Mapping)

@@ -231,6 +231,30 @@ class Hooks:
         Event; lane. Since 0.1.
         """
 
+    # ---- beside the tracker's own library --------------------------------------------------------------------------
+
+    @hookspec
+    def join(self, run: RunInfo, notes: dict[str, Any]) -> None:
+        """Called when the run has exported the variables in ``notes["environment"]``, if those alone are not enough.
+
+        Event; training process, in the thread that asked for it. Since 0.1.
+
+        Args:
+            run: which run.
+            notes: as the lane has confirmed them.
+        """
+
+    @hookspec
+    def leave(self, run: RunInfo, notes: dict[str, Any]) -> None:
+        """Called at the end of a run that was joined, before the variables are set back. It must not wait for anything.
+
+        Event; training process. Since 0.1.
+
+        Args:
+            run: which run.
+            notes: as the lane has confirmed them.
+        """
+
     # ---- by hand ------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -51,7 +52,7 @@ class FileLock:
         deadline = time.monotonic() + patience
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            if _try_lock(fd):
+            if _try_lock(fd) is not False:
                 try:
                     if os.name == "nt" or os.path.samestat(os.fstat(fd), os.stat(self.path)):
                         break
@@ -83,15 +84,23 @@ class FileLock:
 
     @property
     def free(self) -> bool:
-        """Whether nobody holds it at this moment."""
+        """Whether it is certain that nobody holds it at this moment."""
+        return self.held is False
+
+    @property
+    def held(self) -> bool | None:
+        """Whether somebody holds it at this moment; None where that cannot be told."""
         try:
             fd = os.open(self.path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
         except FileNotFoundError:
-            return True
+            return False
         except OSError:
-            return False  # nobody can tell, so nothing is made of it
+            return None
         try:
-            return _try_lock(fd)
+            ours = _try_lock(fd)
+            if ours:
+                _unlock(fd)  # closing is not enough: a child that is forked in this moment has it open as well
+            return None if ours is None else not ours
         finally:
             os.close(fd)
 
@@ -111,7 +120,16 @@ class FileLock:
         return f"host {host}, pid {pid}"
 
 
-def _try_lock(fd: int) -> bool:
+def _unlock(fd: int) -> None:
+    if os.name != "nt":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _try_lock(fd: int) -> bool | None:
+    """Whether we have it now; None: this filesystem has no locks."""
     try:
         if os.name == "nt":
             import msvcrt
@@ -129,4 +147,5 @@ def _try_lock(fd: int) -> bool:
         logger.warning(
             "this filesystem has no locks (%s): keep other processes away from what this one writes", error.strerror
         )
+        return None
     return True

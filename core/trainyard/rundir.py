@@ -36,6 +36,7 @@ __all__ = ["RunDirectory", "RunRecord", "RunResult", "find_run", "list_runs", "o
 logger = logging.getLogger("trainyard")
 
 NAME_LIMIT = 60
+_SILENCE_S = 300.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10))}
 
@@ -210,13 +211,48 @@ class RunDirectory:
         """Replace ``run.json``."""
         write_atomic(self.json, msgspec.json.format(strict_json(msgspec.to_builtins(record))) + b"\n")
 
+    @property
+    def alive(self) -> bool:
+        """Whether a process writes to it. Its lock says so; on a filesystem without locks, the process' number does."""
+        holder, _ = self.lock.taken()
+        if holder.endswith(" sync"):
+            return False  # somebody is noting its death
+        held = self.lock.held
+        if held is not None:
+            return held
+        if self.json.exists() and self.read().status != "running":
+            return False
+        host, _, pid = holder.partition(" ")
+        return _exists(int(pid)) if host == platform.node() and pid.isdecimal() else not self.silent
+
+    @property
+    def silent(self) -> bool:
+        """Whether a run of another machine, whose locks may not be seen here, has logged nothing for minutes."""
+        try:
+            return time.time() - self.journal.stat().st_mtime > _SILENCE_S
+        except OSError:
+            return True
+
     def status(self, record: RunRecord) -> Status:
         """How the run stands now: what its journal says last, and whether its process is alive."""
         if record.status != "running":
             return record.status
-        if not self.lock.free and not self.lock.taken()[0].endswith(" sync"):
+        if self.alive:
             return "running"
         return last_outcome(self.path)[0] or "killed"
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is a process of that number on this machine."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def last_outcome(path: Path) -> tuple[Status | None, str | None]:

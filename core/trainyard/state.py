@@ -132,7 +132,9 @@ class _Encoder:
 
     def _array(self, value: Any) -> Any:
         numpy = sys.modules.get("numpy")
-        if numpy is None:
+        if numpy is None or not (
+            hasattr(numpy, "memmap") and hasattr(numpy, "generic")
+        ):  # another thread may be importing it
             return None
         if isinstance(value, numpy.generic):
             if value.dtype.hasobject:
@@ -146,7 +148,8 @@ class _Encoder:
 
     def _tensor(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        kind = getattr(torch, "Tensor", None)  # missing while another thread imports torch
+        if torch is None or type(value) is not kind or value.layout is not torch.strided or value.is_quantized:
             return None
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         dtype = str(value.dtype).removeprefix("torch.")

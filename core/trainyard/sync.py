@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from trainyard.config import tracker_specs
+from trainyard.config import check_tracker_name, tracker_specs
 from trainyard.delivery import Delivery, Lane, LaneState, Owed, TrackerSpec, drain, owed
 from trainyard.errors import ConfigError, RunLocked, TrainyardError, unknown
 from trainyard.journal import ArtifactRecord, EndedRecord, JournalReader, JournalWriter, ResultRecord
@@ -43,6 +45,7 @@ _POLL_S = 0.05
 _CHECK_EVERY_S = 1.0
 _LINGER_S = 1.0  # the next run of a sweep or a notebook finds it still there
 _LEFTOVERS_AT_ONCE = 4
+_LOOKED_AT_ONCE = 4
 _LEFTOVERS_STAY_S = 5.0
 _DEATHS_TO_ISOLATE = 2
 _MEMORY_LIMIT = 1 << 30
@@ -70,12 +73,16 @@ def sync_run(run: RunResult, only: str | None = None) -> list[Owed]:
     trackers = _trackers_of(run, only)
     directory = RunDirectory(Path(run.path))
     directory.create()
+    live = [standing(run, name, live=True) for name in trackers]
+    if directory.alive:
+        return live
+    holder, _ = directory.lock.taken()
     try:
         directory.take_lock(role="sync")
     except RunLocked:
-        return [standing(run, name, live=True) for name in trackers]
+        return live
     try:
-        end_if_killed(directory)
+        end_if_killed(directory, holder)
         specs, refused = _specs(trackers)
         _deliver(run, specs)
     finally:
@@ -103,9 +110,10 @@ def replay(run: RunResult, tracker: str, options: Mapping[str, Any] | None = Non
             f"run {run.name} has the tracker {tracker!r} itself: trainyard sync {run.path} --only {tracker}"
         )
     directory = RunDirectory(Path(run.path))
+    holder, _ = directory.lock.taken()
     directory.take_lock(role="sync")
     try:
-        end_if_killed(directory)
+        end_if_killed(directory, holder)
         _deliver(run, tracker_specs({tracker: dict(options or {})}))
     finally:
         directory.lock.release()
@@ -133,9 +141,13 @@ def _deliver(run: RunResult, specs: list[TrackerSpec]) -> None:
 
 
 def _trackers_of(run: RunResult, only: str | None) -> dict[str, Any]:
-    trackers: dict[str, Any] = run.record.settings.get("trackers", {})
+    trackers: Any = run.record.settings.get("trackers", {})
+    if not isinstance(trackers, dict) or not all(isinstance(options, dict) for options in trackers.values()):
+        raise ConfigError(f"{run.path}/run.json is damaged: settings.trackers is no mapping of names to options")
+    for name in trackers:
+        check_tracker_name(name, f"{run.path}/run.json")
     if only is None:
-        return trackers
+        return dict(trackers)
     if only not in trackers:
         raise ConfigError(f"run {run.name}: {unknown('tracker', only, trackers, label='its trackers')}")
     return {only: trackers[only]}
@@ -166,8 +178,13 @@ def _newest_seq(directory: RunDirectory) -> int:
     return max((r.seq for r in JournalReader(directory.journal) if isinstance(r, ResultRecord)), default=0)
 
 
-def end_if_killed(directory: RunDirectory) -> None:
-    """Write the end that a dead process could not write, into a journal that is not its own."""
+def end_if_killed(directory: RunDirectory, holder: str = "") -> None:
+    """Write the end that a dead process could not write, into a journal that is not its own.
+
+    Args:
+        directory: the run, whose lock we have.
+        holder: who had it before, as ``HOST PID``.
+    """
     record = directory.read()
     if record.status != "running":
         return
@@ -175,6 +192,8 @@ def end_if_killed(directory: RunDirectory) -> None:
         record.status = outcome
         directory.write(record)
         return
+    if holder.partition(" ")[0] not in ("", platform.node()) and not directory.silent:
+        return  # it may go on on a machine whose locks are not seen here
     newest = _newest_seq(directory)
     journal = JournalWriter(directory.sync_journal)
     for name, size in captured_files(directory.path, record):
@@ -195,7 +214,6 @@ class _Isolated:
         self._run = run
         self._name = name
         self._options = options
-        self._path = run / "delivery" / f"{name}.json"
         self._restarts = state.restarts
 
     def follow(self, closing: threading.Event, deadline: Callable[[], float]) -> None:
@@ -239,18 +257,31 @@ class _Isolated:
         return process.wait()
 
     def _note(self, code: int) -> None:
-        state = LaneState.read(self._path) or LaneState(self._name, self._name)
         self._restarts += 1
         why = f"its process grew over {_MEMORY_LIMIT >> 20} MiB" if code == _GREW else f"its process {_died(code)}"
         if not self._restarts & (self._restarts - 1):  # the first, second, fourth ... time
             logger.warning(
                 "tracker %r of run %s: %s; begun anew for the %d. time", self._name, self._run.name, why, self._restarts
             )
-        state.restarts, state.restarted_for = self._restarts, why
-        if code != _GREW:
-            state.error, state.failing_since = why, state.failing_since or time.time()
-        with contextlib.suppress(OSError):
-            state.write(self._path)
+        with _lane_state(self._run, self._name, self._name) as state:
+            state.restarts, state.restarted_for = self._restarts, why
+            if code != _GREW:
+                state.error, state.failing_since = why, state.failing_since or time.time()
+
+
+@contextlib.contextmanager
+def _lane_state(run: Path, name: str, kind: str) -> Iterator[LaneState]:
+    """A lane's state to note something in; it stays as it is if another process has the lane at this moment."""
+    path, lock = run / "delivery" / f"{name}.json", FileLock(run / "delivery" / f".{name}.lock")
+    state = LaneState.read(path) or LaneState(name, kind)
+    before = msgspec.json.encode(state)
+    yield state
+    with contextlib.suppress(OSError):
+        if msgspec.json.encode(state) != before and lock.acquire():
+            try:
+                state.write(path)
+            finally:
+                lock.release()
 
 
 def _died(code: int) -> str:
@@ -299,10 +330,8 @@ class _Followed:
             self._threads.append(thread)
         for name, why in refused.items():
             kind = str(trackers[name].get("type", name))
-            state = LaneState.read(self.directory.delivery / f"{name}.json") or LaneState(name, kind)
-            if state.error != why:
-                state.error, state.failing_since = why, time.time()
-                state.write(self.directory.delivery / f"{name}.json")
+            with _lane_state(path, name, kind) as state:
+                state.error, state.failing_since = why, state.failing_since or time.time()
         self.look(True)
         for thread in self._threads:
             thread.start()
@@ -324,21 +353,22 @@ class _Followed:
         if not now and clock - self._checked < _CHECK_EVERY_S:
             return
         self._checked = clock
-        if self.directory.lock.taken() != self._taken:
+        taken = self.directory.lock.taken()
+        if taken != self._taken and not taken[0].endswith(" sync"):
             self.resumed = True
             self.stop(clock)  # it was resumed, maybe with other trackers: whoever serves it next begins at the cursors
-        elif not self._closing.is_set() and self.directory.lock.free:
+        elif not self._closing.is_set() and not self.directory.alive:
             self._close()
 
     def _close(self) -> None:
         """Its process is gone: end the run if that is still to be done, and have the lanes come to theirs."""
         with contextlib.suppress(TrainyardError, OSError):
-            self.directory.take_lock(role="sync")
-            self._taken = self.directory.lock.taken()
-            try:
-                end_if_killed(self.directory)
-            finally:
-                self.directory.lock.release()
+            if self.directory.read().status == "running":  # else there is nothing to note
+                self.directory.take_lock(role="sync")
+                try:
+                    end_if_killed(self.directory, self._taken[0])
+                finally:
+                    self.directory.lock.release()
         self.stop(time.monotonic() + DEADLINE_S)
 
     def stop(self, deadline: float) -> None:
@@ -384,7 +414,7 @@ class Follower:
         self._runs: dict[Path, _Followed] = {}
         self._looked = 0.0
         self._changed = 0
-        self._leftovers: Iterator[Path] = iter(())
+        self._leftovers: Iterator[Path | None] = iter(())
         self._leftover: set[Path] = set()
 
     def serve(self, leave: Callable[[], bool]) -> None:
@@ -436,12 +466,12 @@ class Follower:
             for path in self._leftover & self._runs.keys():
                 self._runs[path].stop(clock + _LEFTOVERS_STAY_S)
             self._leftover.clear()
-        while len(self._runs) < _LEFTOVERS_AT_ONCE:
-            leftover = next(self._leftovers, None)
-            if leftover is None:
-                break
-            self._follow(leftover)
-            self._leftover.add(leftover)
+        for leftover in itertools.islice(
+            self._leftovers, _LOOKED_AT_ONCE if len(self._runs) < _LEFTOVERS_AT_ONCE else 0
+        ):
+            if leftover is not None:
+                self._follow(leftover)
+                self._leftover.add(leftover)
 
     def _names(self, folder: Path) -> list[Path]:
         try:
@@ -452,25 +482,29 @@ class Follower:
     def _live(self) -> Iterator[Path]:
         """All runs below a directory that somebody writes to."""
         for path in directories(self.directory):
-            if path not in self._runs and not RunDirectory(path).lock.free:
+            if path not in self._runs and RunDirectory(path).alive:
                 yield path
 
-    def _dead_and_owed(self) -> Iterator[Path]:
+    def _dead_and_owed(self) -> Iterator[Path | None]:
+        """The dead runs that owe something; None for each other one, so that a look at many takes no long time."""
         for path in directories(self.directory):
-            if path in self._runs or not RunDirectory(path).lock.free:
-                continue
-            with contextlib.suppress(TrainyardError, OSError):
-                run = RunResult(path)
-                names = _trackers_of(run, None)
-                states = [LaneState.read(path / "delivery" / f"{name}.json") for name in names]
-                if run.record.status == "running" or not all(state is not None and state.ended for state in states):
-                    yield path
+            found = None
+            try:
+                if path not in self._runs and not RunDirectory(path).alive:
+                    run = RunResult(path)
+                    states = [standing(run, name) for name in _trackers_of(run, None)]
+                    if run.record.status == "running" or any(state.error for state in states):
+                        found = path
+            except Exception as error:  # whatever it is, it is one run's matter
+                logger.warning("cannot read run %s: %s", path, error)
+            yield found
 
     def _follow(self, path: Path, announced: bool = False) -> None:
         if path in self._runs:
             return
-        lock = RunDirectory(path).lock
-        if self._announced is not None and not lock.free and lock.taken()[0] != _read(self._announced / path.name):
+        directory = RunDirectory(path)
+        announced_by = _read(self._announced / path.name) if self._announced else ""
+        if self._announced is not None and directory.alive and directory.lock.taken()[0] != announced_by:
             self._withdraw(path)  # it goes on in other surroundings, and another process serves it
             return
         try:
@@ -478,18 +512,18 @@ class Follower:
             if announced and not self.parent_is_gone and any(_kept_secret(options) for options in trackers.values()):
                 return  # they are on their way to our standard input
             self._runs[path] = _Followed(path, trackers, self.isolate)
-        except (TrainyardError, OSError) as error:
+        except Exception as error:  # it is one run's matter: a damaged run.json, say
             logger.warning("cannot serve %s: %s", path, error)
             self._withdraw(path)
 
     def _done_with(self, path: Path) -> None:
         followed = self._runs.pop(path)
-        if followed.directory.lock.free and followed.resumed:
-            self._follow(path, self._announced is not None)  # it has ended again since
-        elif followed.directory.lock.free:
-            self._withdraw(path)
-        else:
+        if followed.directory.alive:
             self._looked = 0.0  # it was resumed, and may be announced anew
+        elif followed.resumed:
+            self._follow(path, self._announced is not None)  # it has ended again since
+        else:
+            self._withdraw(path)
 
     def _withdraw(self, path: Path) -> None:
         if self._announced is not None:
@@ -537,14 +571,16 @@ def _serve(directory: Path, token: str, folder: Path) -> None:
     heard = os.fdopen(stdin, "rb", closefd=False)
 
     def hear() -> None:
-        for line in heard:
-            if line.strip():
-                told: dict[str, Any] = msgspec.json.decode(line)
-                follower.given[told["run"]] = told["trackers"]
-            follower.poked = True
+        try:
+            for line in heard:
+                if line.strip():
+                    told: dict[str, Any] = msgspec.json.decode(line)
+                    follower.given[told["run"]] = told["trackers"]
+                follower.poked = True
+                follower.woken.set()
+        finally:  # a line that was cut off by its end is no line
+            follower.parent_is_gone = follower.poked = True
             follower.woken.set()
-        follower.parent_is_gone = follower.poked = True
-        follower.woken.set()
 
     def watch_memory() -> None:
         while not follower.stopped:
@@ -590,7 +626,10 @@ def _keep_from_trackers(fd: int) -> int:
 
 def _serve_lane(run: Path, name: str) -> None:
     """One lane, for a tracker that took its process down before."""
-    options = msgspec.json.decode(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return  # whoever started us died in this moment
+    options = msgspec.json.decode(line)
     specs, refused = _specs({name: options})
     if refused:
         raise SystemExit(refused[name])

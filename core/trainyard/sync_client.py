@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -59,8 +60,11 @@ def runtime_folder() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     folder = Path(tempfile.gettempdir(), f"trainyard-{user}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise PermissionError(13, "it belongs to somebody else", str(folder))
+    found = folder.lstat()
+    if hasattr(os, "getuid") and (
+        not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077
+    ):
+        raise PermissionError(13, "it is not ours alone", str(folder))
     return folder
 
 
@@ -142,9 +146,12 @@ class _SyncClient:
     def look_after(self, run: Path) -> None:
         """See that the run is announced, and that somebody is there to serve it."""
         entry, us = self._announced / run.name, f"{platform.node()} {os.getpid()}"
-        while not entry.exists() or entry.read_text() != us:
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # a process that leaves removes entry and folder
+                if entry.read_text() == us:
+                    break
             self._announced.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # a process that leaves has just removed the folder
+            with contextlib.suppress(FileNotFoundError):
                 write_atomic(entry, us.encode(), durable=False)
         with self._mutex:
             if self._process is None or self._process.returncode is not None:
@@ -160,15 +167,16 @@ class _SyncClient:
             self._tell(None)
 
     def _start(self) -> None:
-        if time.monotonic() < self._not_before or not self._lock.free:
+        if time.monotonic() < self._not_before or self._lock.held:
             return
         self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + self._pause
         library = {os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload")}
         # the standard library first: a file beside the script may have the name of one of its modules
-        path = os.pathsep.join(sorted(filter(None, sys.path), key=lambda entry: entry not in library))
+        entries = [entry for entry in sys.path if isinstance(entry, str) and entry]
+        path = os.pathsep.join(sorted(entries, key=lambda entry: entry not in library))
         full = self._log.exists() and self._log.stat().st_size > _LOG_LIMIT
-        with open(self._log, "wb" if full else "ab") as log:
+        with open(self._log, "wb" if full else "ab") as log, _starting:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -224,7 +232,12 @@ class _SyncClient:
                 process.returncode = 0  # nobody waits for it any more
 
 
+_starting = threading.Lock()
+"""Held while a process is started: a child forked in that moment would keep Popen's pipe open, for which Popen then waits."""
+
+
 def _in_child() -> None:
+    _starting.release()
     for client in _clients.values():
         client._mutex = threading.Lock()
         client.let_go()
@@ -232,7 +245,7 @@ def _in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_in_child)
 
 
 class SyncedDelivery:
@@ -302,7 +315,7 @@ class SyncedDelivery:
     def _watch(self) -> None:
         try:
             client = self._client = self._attach()
-        except OSError as error:
+        except Exception as error:  # whatever it is that keeps us from a process
             logger.warning("cannot start the process that delivers to the trackers (%s): threads do it", error)
             self._threads = Delivery(self._info, list(self._specs.values()), self._on_failure)
             self._threads.start()
@@ -312,11 +325,11 @@ class SyncedDelivery:
         if self._over.is_set():
             client.poke()
         while not self._over.wait(_LOOK_EVERY_S):
-            with contextlib.suppress(OSError):  # the next look may do better
+            with contextlib.suppress(Exception):  # the next look may do better
                 client.look_after(self._run)
             self._tell_of_failures()
         while not self._stopped.wait(0.5) and not self.settled:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 client.hurry()
                 client.look_after(self._run)
 

@@ -191,7 +191,7 @@ def test_the_hooks_are_those_of_the_table():
     """The hooks, in order, are the documented ones."""
     assert plugins.HOOK_NAMES == (
         "open_store", "request_resources", "on_result", "should_stop", "log_start", "log_results", "log_artifact",
-        "log_checkpoint", "log_rewind", "log_end", "flush", "close", "check",
+        "log_checkpoint", "log_rewind", "log_end", "flush", "close", "join", "leave", "check",
     )  # fmt: skip
 
 

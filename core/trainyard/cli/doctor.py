@@ -20,8 +20,10 @@ from trainyard.cli.tables import console, duration, table
 from trainyard.config import (
     DEFAULT_STORAGE,
     DEFAULT_TRACKERS,
+    RunConfig,
     Source,
     apply_overrides,
+    check_keys,
     open_storage,
     read_yaml,
     split_trackers,
@@ -47,6 +49,7 @@ def doctor(file: str | None, overrides: tuple[str, ...]) -> int:
     """
     source = read_yaml(file) if file else Source("", "", {}, {})
     apply_overrides(source, overrides)
+    check_keys(source.data, RunConfig, "", source.place)
     storage = source.data.get("storage") or os.environ.get("TRAINYARD_STORAGE") or DEFAULT_STORAGE
     out = console()
     out.print(f"trainyard {__version__}, Python {platform.python_version()} on {platform.platform()}")

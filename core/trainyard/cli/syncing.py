@@ -55,17 +55,17 @@ def sync(place: str | None, storage: str | None, only: str | None, follow: bool)
 
 
 def _follow(place: str | None, storage: str | None, only: str | None) -> int:
-    directory = _directory(place, storage)
+    directory = _directory(place, storage, follow=True)
     follower = Follower(directory, only=only)
     serving = threading.Thread(target=follower.serve, args=(lambda: False,), name="trainyard-follow")
     serving.start()
     out = console()
     with Live(console=out, auto_refresh=False, transient=True) if out.is_terminal else contextlib.nullcontext() as live:
         try:
-            while True:
+            while serving.is_alive():
                 if live is not None:
                     live.update(_table(_standings(follower.paths, only), "following; Ctrl-C ends it"), refresh=True)
-                time.sleep(1.0)
+                time.sleep(2.0)
         except KeyboardInterrupt:
             follower.stopped = True
             follower.woken.set()
@@ -123,12 +123,19 @@ def _told(standing: Owed) -> str:
     return f"[red]{escape(standing.tracker)} is still owed {standing.owed} results: {escape(standing.error)}[/]"
 
 
-def _directory(place: str | None, storage: str | None) -> Path:
-    """The directory of a run, an experiment or a storage root that the user means."""
+def _directory(place: str | None, storage: str | None, follow: bool = False) -> Path:
+    """The directory of a run, an experiment or a storage root that the user means; one to follow may be still to come."""
     root = Path(storage or os.environ.get("TRAINYARD_STORAGE") or DEFAULT_STORAGE)
     if place is None:
         return root
-    return Path(place) if Path(place).is_dir() else Path(find_run(place, root).path)
+    if Path(place).is_dir() or (follow and os.sep in place):
+        return Path(place)
+    try:
+        return Path(find_run(place, root).path)
+    except ConfigError as error:
+        if follow:
+            return Path(place)
+        raise ConfigError(f"there is no directory {place}; and {error}") from None
 
 
 def _runs(place: str | None, storage: str | None) -> list[RunResult]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import hashlib
 import importlib
 import importlib.util
 import itertools
@@ -28,6 +27,7 @@ import os
 import posixpath
 import re
 import socket
+import sys
 import tempfile
 import threading
 import uuid
@@ -50,6 +50,7 @@ from trainyard import (
     strict_json,
 )
 from trainyard_plugins.trackers._mlflow_names import IMAGE_KEY, escape, escaped, fitting, path_name, unescape
+from trainyard_plugins.trackers._results import NOT_METRICS, media_apart, media_path
 
 logger = logging.getLogger("trainyard")
 
@@ -73,15 +74,6 @@ _ENVIRONMENT = {
 }
 """What MLflow's client is told, where the user has not said otherwise; it reads this at each call, per process."""
 
-_NOT_SENT = frozenset(
-    {
-        "config", "date", "done", "hostname", "iterations_since_restore", "node_ip", "pid", "time_since_restore",
-        "timestamp", "training_iteration", "trial_id", "timesteps_since_restore", "checkpoint_dir_name",
-        "should_checkpoint",
-    }
-)  # fmt: skip
-"""Auto-filled keys that are no metrics: they are tags, params, or the step itself."""
-
 _SYSTEM = (
     (re.compile(r"perf/cpu_util_percent"), "system/cpu_utilization_percentage", 1),
     (re.compile(r"perf/ram_util_percent"), "system/system_memory_usage_percentage", 1),
@@ -97,6 +89,9 @@ _STATUS = {
     "preempted": "KILLED",
     "killed": "KILLED",
 }
+
+_uploaded: set[tuple[str, str]] = set()
+"""MLflow run and path of the media that were uploaded: a batch that comes again after a failure gets further each time."""
 
 _sizes: dict[str, int] = {}
 """URI to the metrics a request that its server takes in time, where that was seen to be fewer than the limit."""
@@ -201,10 +196,10 @@ class MLflowTracker:
         media: list[tuple[str, Result, MediaFile]] = []
         rows = [self._points(result, notes, tags, media) for result in results]
         with self._reaching():
+            self._send(results, rows)  # first, so that it is there whatever becomes of the files
             for name, result, file in media:
                 self._send_media(run, name, result, file, tags)
             self._set_tags(tags)
-            self._send(results, rows)
 
     @hookimpl
     def log_rewind(self, run: RunInfo, notes: dict[str, Any]) -> None:
@@ -234,6 +229,25 @@ class MLflowTracker:
         self._client = self._store = None
         if engine is not None:
             engine.dispose()
+
+    @hookimpl
+    def join(self, notes: dict[str, Any]) -> None:
+        """Make it the active run of MLflow's own functions: these forget MLFLOW_RUN_ID after its first use."""
+        import mlflow
+
+        active = mlflow.active_run()
+        if active is None or active.info.run_id != notes["run_id"]:
+            mlflow.start_run(run_id=notes["run_id"], nested=active is not None)
+
+    @hookimpl
+    def leave(self, notes: dict[str, Any]) -> None:
+        """Take it from MLflow's own functions, in all threads; they would log the next run's metrics into it, and end it
+        at exit, at whatever place is set by then.
+        """
+        stacks = getattr(sys.modules.get("mlflow.tracking.fluent"), "_active_run_stack", None)
+        if stacks is not None:
+            for stack in stacks.get_all_thread_values().values():
+                stack[:] = [run for run in stack if run.info.run_id != notes.get("run_id")]
 
     @hookimpl
     def check(self, storage: str) -> str:
@@ -314,7 +328,7 @@ class MLflowTracker:
         for pattern, reason in _UNREACHABLE:
             if re.search(pattern, text):
                 return ConnectionError(f"{uri} cannot be reached: {reason}")
-        first = re.sub(r"://[^/@\s]*@", "://", text.strip().partition("\n")[0])
+        first = re.sub(r"://\S*@", "://", text.strip().partition("\n")[0])
         return ConnectionError(f"{uri}: {first[:300]}")
 
     # -- find or create ------------------------------------------------------------------------------------------
@@ -527,7 +541,7 @@ class MLflowTracker:
         skip, steps = notes.setdefault("skip", {}), notes.setdefault("steps", {})
         step, moment = result.step, round(result.time * 1000)
         points = []
-        for name, value in flatten({name: value for name, value in result.metrics.items() if name not in _NOT_SENT}):
+        for name, value in flatten({name: value for name, value in result.metrics.items() if name not in NOT_METRICS}):
             if value is None:
                 continue
             if skip and name in skip:
@@ -545,12 +559,15 @@ class MLflowTracker:
                 points.append(Metric(key, number, moment, step))
             elif isinstance(value, str):
                 tags[escape(f"trainyard.last.{name}")] = value
-            elif isinstance(value, MediaFile):
-                media.append((name, result, value))
             else:
-                self._tell_once(
-                    f"metric {name!r} is a {type(value).__name__}, and MLflow's metrics are numbers: it is not sent"
-                )
+                for each, item in media_apart(name, value):
+                    if isinstance(item, MediaFile):
+                        media.append((each, result, item))
+                    else:
+                        kind = type(item).__name__
+                        self._tell_once(
+                            f"metric {each!r} is a {kind}, and MLflow's metrics are numbers: it is not sent"
+                        )
         if points and isinstance(total := result.get("time_total_s"), float):
             self._moments[total] = (step, moment)
             if len(self._moments) > 2000:
@@ -645,29 +662,34 @@ class MLflowTracker:
         if not path.exists():
             self._tell_once(f"the artifact {artifact.name!r} is gone: {path} is not sent")
             return
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        files = [file for file in files if file.is_file() and not file.is_symlink()]
         with self._reaching():
             for file in files:
                 relative = file.relative_to(path).as_posix()
                 self._upload(path_name(artifact.name if file == path else f"{artifact.name}/{relative}"), file)
 
     def _send_media(self, run: RunInfo, name: str, result: Result, file: MediaFile, tags: dict[str, str]) -> None:
-        path = Path(run.path, file.path)
-        if not path.is_file():
-            self._tell_once(f"the {file.kind} {name!r} is gone: {path} is not sent")
+        path = media_path(run.path, file)
+        if path is None:
+            self._tell_once(f"the {file.kind} {name!r} is gone: {file.path} is not sent")
             return
         if file.kind == "image" and path.suffix.lower() == ".png":
             # The names of MlflowClient.log_image, which its page of images reads; ours are the same at each delivery
             key = escaped(name, IMAGE_KEY).replace("/", "~")
             serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{run.id}/{result.seq}/{name}")
             target = f"images/{key}+step+{result.step}+timestamp+{_milliseconds(result.time)}+{serial}"
-            self._upload(f"{target}.png", path)
-            if (small := _thumbnail(path)) is not None:
-                self._upload(f"{target}+compressed.webp", small)
+            if (self._run_id, target) not in _uploaded:
+                self._upload(f"{target}.png", path)
+                if (small := _thumbnail(path)) is not None:
+                    self._upload(f"{target}+compressed.webp", small)
+                _uploaded.add((self._run_id, target))
             tags["mlflow.loggedImages"] = "True"
             return
         target = f"media/{path_name(name)}/step_{result.step:08d}_{result.seq}{path.suffix}"
-        self._upload(target, path)
+        if (self._run_id, target) not in _uploaded:
+            self._upload(target, path)
+            _uploaded.add((self._run_id, target))
         if file.kind == "table" and path.suffix == ".json":
             self._note_table(target)
 
@@ -692,7 +714,7 @@ class MLflowTracker:
             try:
                 self._client.log_artifact(self._run_id, str(source), folder or None)
             except Exception as error:
-                if _http_status(error) != 400:
+                if _http_status(error) not in (400, 413, 414):  # it is refused, too large, or has too long a name
                     raise
                 self._tell_once(f"MLflow refuses the artifact {target!r}: {str(error).partition(chr(10))[0][:200]}")
 
@@ -772,7 +794,9 @@ class MLflowTracker:
         step, time = moment
         ignored: dict[str, str] = {}
         metrics = []
-        for name, value in flatten({k: v for k, v in checkpoint.metrics.items() if k not in _NOT_SENT and k != "perf"}):
+        for name, value in flatten(
+            {k: v for k, v in checkpoint.metrics.items() if k not in NOT_METRICS and k != "perf"}
+        ):
             if isinstance(value, int | float) and math.isfinite(value):
                 key, _ = self._names.get(name) or self._name(name, ignored)
                 metrics.append(Metric(key, float(value), time, step, model_id=model_id))
@@ -851,16 +875,22 @@ def _artifacts_of(uri: str) -> str | None:
 
 
 def _without_password(uri: str) -> str:
-    return re.sub(r"^([\w.+-]+://)[^/@]*@", r"\1", uri)
+    """A URI without who one is: a password may hold a slash or an @ where it is a database's, and stand in the query."""
+    info = r"^(https?://)[^/?#]*@" if uri.startswith("http") else r"^([\w.+-]+://)[^?#]*@"
+    return re.sub(
+        r"(?i)([?&][\w.-]*(?:password|pwd|token|secret|key)=)[^&#]*", r"\1<redacted>", re.sub(info, r"\1", uri)
+    )
 
 
 def _probe_database(uri: str) -> None:
     """Fail soon where a database server is not there: MLflow itself would try for minutes."""
-    parts = urlsplit(uri)
-    port = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}.get(parts.scheme.partition("+")[0])
-    if port is not None and parts.hostname:
+    port = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}.get(uri.partition("://")[0].partition("+")[0])
+    if port is None:
+        return
+    url = importlib.import_module("sqlalchemy.engine").make_url(uri)
+    if url.host:
         try:
-            socket.create_connection((parts.hostname, parts.port or port), timeout=_CHECK_S).close()
+            socket.create_connection((url.host, url.port or port), timeout=_CHECK_S).close()
         except OSError as error:
             raise ConnectionError(f"{_without_password(uri)} cannot be reached: {error}") from None
 
@@ -873,8 +903,9 @@ def _alone(uri: str) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    name = hashlib.sha256(uri.encode()).hexdigest()[:16]
-    with open(Path(tempfile.gettempdir(), f"trainyard-mlflow-{os.getuid()}-{name}.lock"), "w") as file:
+    database = _sqlite_path(uri) or Path()
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open(database.with_name(f".{database.name}.lock"), "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -973,8 +1004,11 @@ def _thumbnail(path: Path) -> bytes | None:
         from PIL import Image
     except ImportError:
         return None
-    with Image.open(path) as image:
-        image.thumbnail((256, 256))
-        out = io.BytesIO()
-        image.save(out, "webp")
+    try:
+        with Image.open(path) as image:
+            image.thumbnail((256, 256))
+            out = io.BytesIO()
+            image.save(out, "webp")
+    except Exception:  # a damaged or enormous picture, a Pillow without webp: the picture itself is sent all the same
+        return None
     return out.getvalue()

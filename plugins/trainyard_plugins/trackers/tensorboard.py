@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainyard import MediaFile, Outcome, PluginConfigError, Result, RunInfo, flatten, hookimpl, strict_json
+from trainyard import MediaFile, Outcome, PluginConfigError, Rejected, Result, RunInfo, flatten, hookimpl, strict_json
 from trainyard_plugins.trackers._appended import AppendedFile
+from trainyard_plugins.trackers._results import NOT_METRICS, media_apart
 
 logger = logging.getLogger("trainyard")
 
@@ -36,14 +37,6 @@ _OURS = re.compile(r"events\.out\.tfevents\.(\d+)\..*\.trainyard-(\d{9})")
 """The mark at the end tells our files from those that others write into the same directory."""
 
 _STAGED = ".trainyard-events.tmp"  # both readers open whatever has "tfevents" in its name
-
-_NOT_SHOWN = frozenset(
-    {
-        "checkpoint_dir_name", "config", "date", "done", "hostname", "iterations_since_restore", "node_ip", "pid",
-        "should_checkpoint", "time_since_restore", "timestamp", "timesteps_since_restore", "training_iteration", "trial_id",
-    }
-)  # fmt: skip
-"""What trainyard fills in and is constant, or runs along with the x-axis."""
 
 _SCALARS = frozenset({float, int, bool})
 _MEDIA = {
@@ -102,6 +95,9 @@ class TensorBoardTracker:
     @hookimpl
     def log_results(self, results: list[Result], notes: dict[str, Any]) -> None:
         """Append an event each."""
+        beyond = [result.seq for result in results if result.step >= 1 << 63]
+        if beyond:
+            raise Rejected(beyond, "TensorBoard's steps are integers of 64 bits")
         self._leave_out_end(notes)
         assert self._events is not None
         assert self._file is not None
@@ -231,13 +227,13 @@ class _Events:
         step = result.step
         event = self._event.Event(wall_time=result.time, step=step)
         add = event.summary.value.add
-        for name, value in flatten({k: v for k, v in result.metrics.items() if k not in _NOT_SHOWN}):
+        for name, value in flatten({k: v for k, v in result.metrics.items() if k not in NOT_METRICS}):
             if type(value) in _SCALARS:
                 tag = self._tag(name, "scalar", step)
                 if tag:
                     add(tag=tag, simple_value=value)
             elif value is not None:
-                for each, item in _media_apart(name, value):
+                for each, item in media_apart(name, value):
                     shown = self._shown(each, item)
                     tag = self._tag(each, shown[0], step) if shown else ""
                     if shown and tag:
@@ -398,15 +394,6 @@ class _Events:
         )
 
 
-def _media_apart(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a list that holds media, each by its number; any other value as it is."""
-    if isinstance(value, list) and any(isinstance(item, MediaFile) for item in value):
-        for i, item in enumerate(value):
-            yield f"{name}/{i}", item
-    else:
-        yield name, value
-
-
 def _buckets(counts: Sequence[float], edges: Sequence[float], moments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a histogram, without the empty buckets at its ends, which the readers do not agree on.
 
@@ -489,6 +476,8 @@ def _pieces(events: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _sync_directory(folder: Path) -> None:
+    if os.name == "nt":  # it cannot open directories
+        return
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -398,7 +398,7 @@ def test_it_is_killed_while_the_run_waits_for_it(world):
     go = world.storage.parent / "go"
     trackers = {"json": {}, "csv": {}, "probe": {"fails_until": str(go)}}
     child = world.start(count=10, trackers=trackers)
-    wait(lambda: ty.open_run(world.run).status == "completed" if world.run.exists() else False)
+    wait(lambda: ty.open_run(world.run).status == "completed" if (world.run / "run.json").exists() else False)
     (process,) = wait(world.syncs)
     wait(lambda: state(world.run, "probe").error)
     process.kill()
@@ -891,10 +891,10 @@ def test_a_resume_does_not_stumble_over_the_end(world):
     code = """
 import sys, time, trainyard.sync as sync
 noted = sync.end_if_killed
-def slowly(directory):   # as in a run with a million results
+def slowly(*arguments):   # as in a run with a million results
     print("at it", flush=True)
     time.sleep(1.5)
-    noted(directory)
+    noted(*arguments)
 sync.end_if_killed = slowly
 sync.main(sys.argv[1:])
 """
@@ -929,7 +929,7 @@ def test_ctrl_c_ends_the_waiting_for_a_tracker(world):
     go = world.storage.parent / "go"
     trackers = {"json": {}, "csv": {}, "probe": {"fails_until": str(go)}}
     child = world.start(count=20, trackers=trackers, environment={"TRAINYARD_TEST_DEADLINE_S": "30"})
-    wait(lambda: ty.open_run(world.run).status == "completed" if world.run.exists() else False)
+    wait(lambda: ty.open_run(world.run).status == "completed" if (world.run / "run.json").exists() else False)
     wait(lambda: state(world.run, "probe").error)
     time.sleep(0.5)
     os.killpg(child.pid, signal.SIGINT)
@@ -1050,7 +1050,7 @@ def test_a_runtime_folder_of_somebody_else(world, monkeypatch):
     runtime_folder()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     (world.temporary / "trainyard-4711").mkdir()
-    with pytest.raises(PermissionError, match="somebody else"):
+    with pytest.raises(PermissionError, match="not ours alone"):
         runtime_folder()
 
 

@@ -825,6 +825,6 @@ def drain(deliveries: Sequence[_Drainable], seconds: float, waiting: Callable[[f
         if waiting is not None:
             waiting(left)
         time.sleep(pause)
-        pause = min(1.5 * pause, 0.05)
+        pause = min(1.5 * pause, 0.1)
     for delivery in deliveries:
         delivery.stop()

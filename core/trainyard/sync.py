@@ -665,6 +665,10 @@ def main(arguments: list[str]) -> None:
     if hasattr(os, "nice"):
         with contextlib.suppress(OSError):
             os.nice(5)  # training comes first
+        with contextlib.suppress(
+            OSError
+        ):  # in a session of our own a nice value counts only among ourselves, but for this
+            Path("/proc/self/autogroup").write_text("10")
     log = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")  # a tracker may close what is not its own
     logging.basicConfig(format="%(asctime)s %(levelname)s: %(message)s", level=logging.WARNING, stream=log)
     if given.lane:

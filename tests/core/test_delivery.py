@@ -16,6 +16,7 @@ from trainables import FILLED, Counting, iterations, run
 import trainyard as ty
 from trainyard import active_run
 from trainyard.delivery import BATCH, Lane, LaneState, TrackerSpec
+from trainyard.journal import ArtifactRecord, JournalWriter
 from trainyard.plugins import hold
 
 
@@ -858,3 +859,25 @@ def test_a_tracker_gets_its_own_metrics(tmp_path, service):
     result = run(Counting, tmp_path, trackers=[Vandal(), Double(service)], stop={"count": 3})
     assert [metrics["count"] for _, metrics in service.rows] == [1, 2, 3]
     assert [row["count"] for row in result.history()] == [1, 2, 3]
+
+
+def test_an_artifact_outside_of_the_run_is_not_delivered(tmp_path, caplog):
+    """A journal from elsewhere can name any file; only those of the run are handed over."""
+    heard = []
+
+    class Hearing:
+        @ty.hookimpl
+        def log_artifact(self, artifact):
+            heard.append(artifact.name)
+
+    (tmp_path / "secret").write_text("secret")
+    with ty.start_run(storage=tmp_path, name="it", trackers=[]) as opened:
+        opened.log({"a": 1})
+    journal = JournalWriter(Path(opened.path, "journal", "0.log"))
+    for name, path in (("a", str(tmp_path / "secret")), ("../../../secret", ""), ("b", "run.json")):
+        journal.append(ArtifactRecord(seq=1, time=1.0, name=name, size=6, path=path))
+    journal.close()
+    lane = Lane(opened.info, TrackerSpec("hearing", "hearing", lambda: hold("hearing", Hearing())))
+    assert lane.attempt()
+    assert heard == ["b"]
+    assert "leads out of run" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -11,6 +12,7 @@ import warnings
 
 import pytest
 
+from trainyard import locks
 from trainyard.locks import FileLock
 
 HOLD = """
@@ -132,3 +134,37 @@ def test_a_forked_child_that_lives_on_does_not_keep_it(path):
         for fd in (reader, writer, said, say):
             os.close(fd)
         os.waitpid(pid, 0)
+
+
+def test_where_there_are_no_locks_nobody_is_declared_dead(path, monkeypatch):
+    """A filesystem without locks lets everybody in, but never says that nobody is there."""
+
+    def refuse(fd, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    lock = FileLock(path)
+    assert lock.acquire()
+    assert (FileLock(path).held, FileLock(path).free) == (None, False)
+    lock.release()
+
+
+def test_asking_leaves_no_lock_in_a_child(path, monkeypatch):
+    """A child that is forked while somebody asks whether the lock is free keeps nothing of it."""
+    FileLock(path).acquire()
+    children = []
+    real = locks._try_lock
+
+    def forking(fd):
+        got = real(fd)
+        children.append(os.dup(fd))  # as a forked child has it
+        return got
+
+    monkeypatch.setattr(locks, "_try_lock", forking)
+    other = path.with_name("other")
+    other.touch()
+    assert FileLock(other).free
+    monkeypatch.undo()
+    assert FileLock(other).free
+    for fd in children:
+        os.close(fd)

@@ -1201,3 +1201,54 @@ def test_a_whole_run_without_a_server(tmp_path, caplog, monkeypatch):
         )
     assert result.status == "completed"
     assert "http://127.0.0.1:9 cannot be reached: connection refused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("https://user:geheim@host/a@b", "https://host/a@b"),
+        ("postgresql://u:p@ss@host/db", "postgresql://host/db"),
+        ("postgresql://u:pa/ss@host/db", "postgresql://host/db"),
+        ("postgresql://host/db?user=a&password=geheim", "postgresql://host/db?user=a&password=<redacted>"),
+        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+    ],
+)
+def test_a_uri_is_shown_without_its_password(uri, shown):
+    """Wherever SQLAlchemy or a browser would find one."""
+    assert module._without_password(uri) == shown
+
+
+def test_a_damaged_picture_holds_nothing_up(sqlite_file, run):
+    """What Pillow cannot make a small copy of is sent all the same, and so are pictures in a list and all metrics."""
+    media = Path(run.path, "media")
+    media.mkdir()
+    whole = b"\x89PNG\r\n\x1a\n" + b"not much of a picture"
+    for i in range(2):
+        (media / f"{i}.png").write_bytes(whole)
+    pictures = [MediaFile("image", f"media/{i}.png", len(whole)) for i in range(2)]
+    notes = {}
+    tracker = start(run, notes, sqlite_file)
+    (one,) = results(1, 1)
+    tracker.log_results(
+        run=run, results=[Result(one.seq, one.time, one.step, {**one.metrics, "p": pictures})], notes=notes
+    )
+    tracker.close()
+    assert steps(sqlite_file, notes) == [1]
+    sent = [file.path for file in client(sqlite_file).list_artifacts(notes["run_id"], "images")]
+    assert sorted(path.rpartition("/")[2][:4] for path in sent) == ["p~0+", "p~1+"]
+
+
+def test_media_outside_of_the_run_is_not_sent(sqlite_file, run, tmp_path):
+    """A link in a run directory from elsewhere leads nobody out of it."""
+    (tmp_path / "secret.txt").write_text("secret")
+    media = Path(run.path, "media")
+    media.mkdir()
+    (media / "0.txt").symlink_to(tmp_path / "secret.txt")
+    notes = {}
+    tracker = start(run, notes, sqlite_file)
+    (one,) = results(1, 1)
+    outside = {"text": MediaFile("text", "media/0.txt", 6)}
+    tracker.log_results(run=run, results=[Result(one.seq, one.time, one.step, {**one.metrics, **outside})], notes=notes)
+    tracker.close()
+    assert steps(sqlite_file, notes) == [1]
+    assert client(sqlite_file).list_artifacts(notes["run_id"]) == []

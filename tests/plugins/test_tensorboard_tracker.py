@@ -977,3 +977,13 @@ def test_the_real_tensorboard_shows_the_runs(finished, fast):
         server.kill()
         server.wait()
         server.stderr.close()
+
+
+def test_a_step_beyond_64_bits_is_rejected_alone(folder):
+    """It cannot be written; the others of its batch come again without it."""
+    notes = {}
+    tracker = start(folder, notes)
+    with pytest.raises(ty.Rejected) as refusal:
+        tracker.log_results(results=[result(1, loss=1.0), result(2, step=1 << 63, loss=2.0)], notes=notes)
+    assert refusal.value.seqs == [2]
+    tracker.close()

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import trainyard as ty
 from trainyard import active_run, sync
 from trainyard.cli.main import call
 from trainyard.delivery import Lane, LaneState, TrackerSpec
+from trainyard.journal import EndedRecord, JournalWriter, ResumedRecord
 from trainyard.plugins import hold
 from trainyard.rundir import RunDirectory, last_outcome
 
@@ -160,3 +162,44 @@ def test_sync_of_everything_below_a_directory(tmp_path, capsys):
     assert 6 == out.count("json") == out.count("csv")
     assert call(["sync", str(tmp_path), "--only", "jsn"]) == 2
     assert "unknown tracker 'jsn': did you mean 'json'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "trackers", [None, ["csv"], {"csv": None}, {"../../../evil": {}}], ids=["null", "list", "no options", "a path"]
+)
+def test_a_damaged_identity_is_one_runs_matter(killed, trackers, caplog):
+    """Whatever somebody wrote into its `settings`: a mistake that names the file, nothing is written, others are served."""
+    record = json.loads((killed / "run.json").read_text())
+    (killed / "run.json").write_text(json.dumps({**record, "settings": {"trackers": trackers}}))
+    before = {path for path in killed.parents[2].rglob("*") if "delivery" not in path.parts}
+    with pytest.raises(ty.ConfigError, match=r"run\.json"):
+        sync.sync_run(ty.open_run(killed))
+    follower = sync.Follower(killed.parent)
+    follower.serve(lambda: True)
+    assert "cannot" in caplog.text
+    assert {path for path in killed.parents[2].rglob("*") if "delivery" not in path.parts} == before
+
+
+def test_what_a_resume_added_is_owed_though_an_end_was_confirmed(killed):
+    """A tracker that was told of an end, and of nothing since, is owed what a resume did."""
+    sync.sync_run(ty.open_run(killed))
+    directory = RunDirectory(killed)
+    journal = JournalWriter(directory.journal)
+    journal.append(ResumedRecord(seq=50, time=time.time(), keep=50, context={}))
+    journal.append(EndedRecord(seq=50, time=time.time(), status="completed"))
+    journal.close()
+    assert sync.standing(ty.open_run(killed), "json").error is not None
+    follower = sync.Follower(killed.parent)
+    deadline = time.monotonic() + 20
+    follower.serve(lambda: time.monotonic() > deadline or sync.standing(ty.open_run(killed), "json").error is None)
+    assert sync.standing(ty.open_run(killed), "json").error is None
+
+
+def test_following_a_directory_that_is_still_to_come(tmp_path, monkeypatch):
+    """`sync --follow runs` may be typed before the first run: it is no mistake."""
+    from trainyard.cli import syncing
+
+    monkeypatch.chdir(tmp_path)
+    assert syncing._directory("runs", None, follow=True) == Path("runs")
+    with pytest.raises(ty.ConfigError, match="there is no directory runs"):
+        syncing._directory("runs", None)

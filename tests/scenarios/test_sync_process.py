@@ -1059,3 +1059,24 @@ def test_the_constants_that_are_shortened_here():
     assert sync.DEADLINE_S == active_run.DRAIN_S == 30
     assert sync._MEMORY_LIMIT == 1 << 30
     assert sync.Follower
+
+
+def test_two_processes_for_one_dead_run_both_go(world):
+    """Processes of different surroundings that meet at a run whose tracker is down keep each other from nothing."""
+    trackers = {"json": {}, "csv": {}, "probe": {"fails_until": str(world.storage.parent / "never")}}
+    child = world.start(count=1000, pause=0.02, trackers=trackers)
+    first_results(child)
+    (process,) = wait(world.syncs)
+    process.kill()
+    killed(child)
+    code = "import sys, trainyard.sync as sync; sync.main(sys.argv[1:])"
+    both = [world.start(code, world.run.parent, "--token", token) for token in ("one", "two")]
+    assert [child.wait(timeout=60) for child in both] == [0, 0]
+    assert ty.open_run(world.run).status == "killed"
+
+
+def test_odd_entries_of_the_path_are_passed_over(world):
+    """A Path in ``sys.path``, which Python ignores, is no reason to deliver nothing."""
+    status, errors = world.train(count=5, before="import pathlib; sys.path.insert(0, pathlib.Path('src'))")
+    assert (status, errors) == ("completed", "")
+    assert twice(5) == delivered(world.run)

@@ -107,6 +107,7 @@ def _run(one: Measurement, scratch: Path) -> dict[str, Any]:
         return {"error": f"needs {', '.join(missing)}"}
     asked = json.dumps({"what": one.what, "scratch": str(scratch), "options": one.options})
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRAINYARD_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody's users compile at each start
     try:
         done = subprocess.run(
             [python, "-m", "benchmarks.measures", asked], cwd=ROOT, env=environment, capture_output=True, text=True,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "CpuMeter", "cpu_seconds", "drop_from_cache", "have_memory_at_hand", "peak_rss", "percentiles", "results", "rss",
-    "speed_us", "time_calls", "version",
+    "CpuMeter", "cpu_seconds", "drop_from_cache", "have_memory_at_hand", "loops_for", "peak_rss", "percentiles", "results", "rss",
+    "speed_us", "time_calls", "timed", "version", "work",
 ]  # fmt: skip
 
 Opener = contextlib.AbstractContextManager[Callable[[int], object]]
@@ -58,7 +58,7 @@ def work(loops: int) -> int:
     return total
 
 
-def _loops_for(microseconds: float) -> int:
+def loops_for(microseconds: float) -> int:
     """How many loops of :func:`work` take so long on a quiet machine."""
     best = min(_time_ns(lambda: work(1000)) for _ in range(50))
     return max(1, int(microseconds * 1e6 / best)) if microseconds else 0
@@ -100,7 +100,7 @@ def time_calls(open_log: Opener, count: int, work_us: float, settle_s: float = 0
         Latencies; ``cpu_us``: CPU time of all threads for each call; ``added_us``: what a turn of the loop took beyond
         the training by itself, which is what background threads took from it too; ``close_s``: the end of it.
     """
-    loops = _loops_for(work_us)
+    loops = loops_for(work_us)
     training = _alone(loops)
     latencies, turns = array.array("q", bytes(8 * count)), array.array("q", bytes(8 * count))
     with open_log as call:
@@ -129,6 +129,13 @@ def time_calls(open_log: Opener, count: int, work_us: float, settle_s: float = 0
 def _alone(loops: int) -> float:
     """The median microseconds of one :func:`work` when nothing else runs in this process."""
     return sorted(_time_ns(lambda: work(loops)) for _ in range(1000))[500] / 1e3 if loops else 0.0
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """The seconds of one call, and its CPU seconds."""
+    cpu, started = cpu_seconds(), time.perf_counter()
+    call()
+    return time.perf_counter() - started, max(1e-9, cpu_seconds() - cpu)
 
 
 def cpu_seconds() -> float:

@@ -6,12 +6,28 @@ Imports stand inside the functions, because each peer is installed in an environ
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["LOGGERS", "PEERS", "Logger", "Peer"]
+from benchmarks.harness import results
+
+__all__ = [
+    "LOGGERS",
+    "PEERS",
+    "SERVED",
+    "Logger",
+    "Peer",
+    "abandon",
+    "finished_run",
+    "served",
+    "start_run",
+    "sync_processes",
+]
 
 Metrics = dict[str, float]
 Log = Callable[[int, Metrics], object]
@@ -29,7 +45,9 @@ class Peer(NamedTuple):
 
 PEERS = {
     "ray": Peer("ray", ("ray[tune]", "tensorboardX", "pandas"), "ray.tune"),
-    "lightning": Peer("lightning", ("torch==2.13.0", "lightning", "numpy"), "lightning.pytorch.loggers", optional=True),
+    "lightning": Peer(
+        "lightning", ("torch==2.13.0", "lightning", "numpy", "tensorboard"), "lightning.pytorch.loggers", optional=True
+    ),
     "trackio": Peer("trackio", ("trackio",), "trackio"),
     "wandb": Peer("wandb", ("wandb",), "wandb"),
 }
@@ -37,11 +55,27 @@ PEERS = {
 
 
 class Logger(NamedTuple):
-    """One way to record results: opened on a directory, it gives the function that training calls."""
+    """One way to record results: opened on a directory, it gives the function that training calls.
+
+    Attributes:
+        title: its row in the tables.
+        peer: whose interpreter runs it; None: ours.
+        open: a context manager that gives that function.
+        distribution: what is measured, where it is not the peer's.
+        needs: modules without which it is left out.
+    """
 
     title: str
     peer: str | None
     open: Opener
+    distribution: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> str:
+        """The distribution that is measured; empty for a floor."""
+        own = "trainyard" if self.title.startswith("trainyard") else ""
+        return self.distribution or (PEERS[self.peer].distribution if self.peer else own)
 
 
 @contextlib.contextmanager
@@ -65,6 +99,92 @@ def _trainyard(directory: Path, trackers: list[str]) -> Iterator[Log]:
         yield log
     finally:
         trainable.stop()
+
+
+SERVED = ("json", "csv", "tensorboard", "mlflow")
+"""The trackers that are all on where the sync process is measured; mlflow writes to its default, a sqlite file."""
+
+
+def start_run(directory: Path, trackers: Any) -> Any:
+    """An open run; the files by which its sync process is found go with the directory."""
+    import trainyard
+
+    os.environ["TMPDIR"] = str(directory)
+    tempfile.tempdir = None
+    return trainyard.start_run(storage=directory, trackers=trackers)
+
+
+def abandon(run: Any) -> None:
+    """End a run without waiting for its trackers, and their process with it."""
+    from trainyard import active_run
+
+    active_run.DRAIN_S = 0.0
+    run.finish()
+    for process in sync_processes():
+        process.kill()
+        process.wait()
+
+
+def served(run: Any, seq: int, limit_s: float = 120.0) -> float:
+    """Wait until all trackers of a run have confirmed its first results. Returns the seconds.
+
+    Args:
+        run: a run, open or not.
+        seq: how many results.
+        limit_s: seconds that they have.
+    """
+    import trainyard
+
+    lanes, started = trainyard.open_run(run.path).lanes, time.monotonic()
+    wanted = len(run.record.settings.get("trackers", {}))
+    while sum(state.seq >= seq for state in lanes()) < wanted:
+        if time.monotonic() - started > limit_s:
+            raise AssertionError(f"not served within {limit_s:.0f} s: {lanes()}")
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def sync_processes() -> list[Any]:
+    """The sync processes that this process has started, as psutil shows them."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # git, for one, has just ended
+            if "trainyard.sync" in child.cmdline():
+                found.append(child)
+    return found
+
+
+@contextlib.contextmanager
+def _synced(directory: Path, trackers: tuple[str, ...]) -> Iterator[Log]:
+    """A logger around any loop; the sync process, if there is one, is at work before training begins."""
+    run = start_run(directory, list(trackers))
+    run.log({"first": 0.5})
+    served(run, 1)
+    try:
+        yield lambda i, metrics: run.log(metrics, i)
+    finally:
+        abandon(run)  # what is still owed is not part of this
+
+
+@contextlib.contextmanager
+def _whole_run(directory: Path, trackers: tuple[str, ...]) -> Iterator[Log]:
+    """The same with its beginning and its end, as users have it."""
+    with start_run(directory, list(trackers)) as run:
+        yield lambda i, metrics: run.log(metrics, i)
+
+
+def finished_run(folder: Path, count: int) -> Any:
+    """A run of so many results of 10 metrics that nobody was told of."""
+    import trainyard
+
+    metrics = results(10)
+    with LOGGERS["trainyard-none"].open(folder) as train:
+        for i in range(count):
+            train(i, metrics[i % 64])
+    (found,) = folder.glob("*/*/run.json")
+    return trainyard.open_run(found.parent)
 
 
 @contextlib.contextmanager
@@ -191,6 +311,47 @@ def _wandb(directory: Path) -> Iterator[Log]:
         run.finish()
 
 
+@contextlib.contextmanager
+def _summary_writer(directory: Path, module: str) -> Iterator[Log]:
+    writer = importlib.import_module(module).SummaryWriter(str(directory))
+    add = writer.add_scalar
+
+    def log(i: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            add(name, value, i)
+
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+@contextlib.contextmanager
+def _mlflow(directory: Path, batched: bool) -> Iterator[Log]:
+    """MLflow's own calls, into a sqlite file: each metric as it comes, or full batches of 1,000."""
+    os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="1")
+    import mlflow
+    from mlflow.entities import Metric
+
+    uri = f"sqlite:///{directory}/mlflow.db"
+    client = mlflow.MlflowClient(uri)
+    run_id = client.create_run(client.create_experiment("bench")).info.run_id
+    points: list[Any] = []
+
+    def log_each(i: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            client.log_metric(run_id, name, value, step=i)
+
+    def log_batch(i: int, metrics: Metrics) -> None:
+        moment = int(time.time() * 1000)
+        points.extend(Metric(name, value, moment, i) for name, value in metrics.items())
+        while len(points) >= 1000:
+            client.log_batch(run_id, points[:1000])
+            del points[:1000]
+
+    yield log_batch if batched else log_each
+
+
 LOGGERS = {
     "trainyard": Logger("trainyard, json and csv", None, lambda d: _trainyard(d, ["json", "csv"])),
     "trainyard-none": Logger("trainyard, journal only", None, lambda d: _trainyard(d, [])),
@@ -204,4 +365,22 @@ LOGGERS = {
     "lightning": Logger("Lightning CSVLogger", "lightning", _lightning),
     "trackio": Logger("trackio", "trackio", _trackio),
     "wandb": Logger("wandb, offline", "wandb", _wandb),
+    "synced": Logger("trainyard, json, csv, tensorboard and mlflow", None, lambda d: _synced(d, SERVED)),
+    "synced-none": Logger("trainyard, no trackers", None, lambda d: _synced(d, ())),
+    "whole": Logger("trainyard, json, csv, tensorboard and mlflow", None, lambda d: _whole_run(d, SERVED)),
+    "whole-none": Logger("trainyard, no trackers", None, lambda d: _whole_run(d, ())),
+    "tensorboardX": Logger(
+        "tensorboardX SummaryWriter",
+        None,
+        lambda d: _summary_writer(d, "tensorboardX"),
+        "tensorboardX",
+        ("tensorboardX",),
+    ),
+    "torch": Logger(
+        "torch SummaryWriter", "lightning", lambda d: _summary_writer(d, "torch.utils.tensorboard"), "torch"
+    ),
+    "mlflow-batch": Logger(
+        "MLflow, log_batch of 1,000, sqlite", None, lambda d: _mlflow(d, True), "mlflow", ("mlflow",)
+    ),
+    "mlflow": Logger("MLflow, log_metric, sqlite", None, lambda d: _mlflow(d, False), "mlflow", ("mlflow",)),
 }

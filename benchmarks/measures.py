@@ -19,12 +19,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks import tracking
 from benchmarks.harness import (
     MIB,
     CpuMeter,
-    cpu_seconds,
     drop_from_cache,
     have_memory_at_hand,
     peak_rss,
@@ -32,12 +32,10 @@ from benchmarks.harness import (
     rss,
     speed_us,
     time_calls,
+    timed,
     version,
 )
-from benchmarks.loggers import LOGGERS, PEERS, Logger
-
-if TYPE_CHECKING:
-    import trainyard
+from benchmarks.loggers import LOGGERS, Logger, finished_run
 
 __all__ = ["MEASURES", "measure"]
 
@@ -65,8 +63,7 @@ def log(folder: Path, logger: str, width: int, count: int, work_us: float = 0.0)
     """What the training thread waits for, for each result."""
     chosen = LOGGERS[logger]
     row = time_calls(_numbered(chosen, folder, results(width)), count, work_us)
-    peer = PEERS[chosen.peer].distribution if chosen.peer else "trainyard" if "trainyard" in logger else ""
-    return {**row, "version": version(peer) if peer else ""}
+    return {**row, "version": version(chosen.measured) if chosen.measured else ""}
 
 
 @contextlib.contextmanager
@@ -155,27 +152,15 @@ def memory(folder: Path, count: int) -> Row:
 # -- many results ----------------------------------------------------------------------------------------------------
 
 
-def _finished_run(folder: Path, count: int) -> trainyard.RunResult:
-    """A run of so many results of 10 metrics that nobody was told of."""
-    import trainyard
-
-    metrics = results(10)
-    with LOGGERS["trainyard-none"].open(folder) as train:
-        for i in range(count):
-            train(i, metrics[i % 64])
-    (found,) = folder.glob("*/*/run.json")
-    return trainyard.open_run(found.parent)
-
-
 def lane(folder: Path, tracker: str, count: int) -> Row:
     """Results a second that one lane delivers from a journal to its tracker."""
     from trainyard.config import tracker_specs
     from trainyard.delivery import Lane
 
-    run = _finished_run(folder, count)
+    run = finished_run(folder, count)
     (spec,) = tracker_specs([tracker])
     one = Lane(run.info(), spec)
-    seconds, cpu = _timed(one.attempt)
+    seconds, cpu = timed(one.attempt)
     if one.position != count:
         raise AssertionError(f"{tracker} got {one.position} results of {count}")
     return {"per_s": count / seconds, "cpu_per_s": count / cpu, "version": version("trainyard")}
@@ -209,17 +194,23 @@ def lane_floor(folder: Path, tracker: str, count: int) -> Row:
             file.flush()
             os.fsync(file.fileno())
 
-    seconds, cpu = _timed(write_json if tracker == "json" else write_csv)
-    return {"per_s": count / seconds, "cpu_per_s": count / cpu}
+    def write_events() -> None:
+        with LOGGERS["tensorboardX"].open(folder) as record:
+            for i in range(count):
+                record(i, metrics[i % 64])
+
+    seconds, cpu = timed({"json": write_json, "csv": write_csv, "tensorboard": write_events}[tracker])
+    measured = version("tensorboardX") if tracker == "tensorboard" else ""
+    return {"per_s": count / seconds, "cpu_per_s": count / cpu, "version": measured}
 
 
 def read(folder: Path, count: int) -> Row:
     """Results a second that a reader of the journal gets, checksums verified."""
     from trainyard.journal import JournalReader
 
-    journal = Path(_finished_run(folder, count).path, "journal", "0.log")
+    journal = Path(finished_run(folder, count).path, "journal", "0.log")
     found: list[int] = []
-    seconds, cpu = _timed(lambda: found.append(sum(1 for _ in JournalReader(journal))))
+    seconds, cpu = timed(lambda: found.append(sum(1 for _ in JournalReader(journal))))
     if found[0] != count + 2:
         raise AssertionError(f"the journal holds {found[0]} records, not {count + 2}")
     return {"per_s": count / seconds, "cpu_per_s": count / cpu, "version": version("trainyard")}
@@ -229,7 +220,7 @@ def dataframe(folder: Path, count: int, how: str) -> Row:
     """A table of all results: ours from the journal, or pandas from the files that Tune and trainyard both write."""
     import pandas
 
-    run = _finished_run(folder, count)
+    run = finished_run(folder, count)
     if how != "trainyard":
         from trainyard.config import tracker_specs
         from trainyard.delivery import Lane
@@ -242,16 +233,10 @@ def dataframe(folder: Path, count: int, how: str) -> Row:
         "json": lambda: pandas.read_json(run_path / "result.json", lines=True),
     }
     found: list[int] = []
-    seconds, _ = _timed(lambda: found.append(len(table[how]())))
+    seconds, _ = timed(lambda: found.append(len(table[how]())))
     if found != [count]:
         raise AssertionError(f"the table has {found} rows, not {count}")
     return {"seconds": seconds, "version": version("pandas" if how != "trainyard" else "trainyard")}
-
-
-def _timed(call: Callable[[], object]) -> tuple[float, float]:
-    cpu, started = cpu_seconds(), time.perf_counter()
-    call()
-    return time.perf_counter() - started, max(1e-9, cpu_seconds() - cpu)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -345,7 +330,7 @@ def checkpoint(folder: Path, verb: str, how: str, arrays: int, mib: float) -> Ro
         os.sync()
         have_memory_at_hand(3 * int(mib * MIB))
         before = rss()
-        seconds, cpu = _timed(lambda: _restore(how, folder, arrays, mib))
+        seconds, cpu = timed(lambda: _restore(how, folder, arrays, mib))
         over = peak_rss() - before - int(mib * MIB)
     else:
         state = _state(arrays, mib)
@@ -353,7 +338,7 @@ def checkpoint(folder: Path, verb: str, how: str, arrays: int, mib: float) -> Ro
         os.sync()
         have_memory_at_hand(3 * int(mib * MIB))
         before = peak_rss()
-        seconds, cpu = _timed(lambda: _save(how, folder, state))
+        seconds, cpu = timed(lambda: _save(how, folder, state))
         over = peak_rss() - before
     distribution = {"trainyard": "trainyard", "numpy": "numpy", "torch": "torch"}.get(how, "")
     return {"mib_s": mib / seconds, "seconds": seconds, "cpu_s": cpu, "over_mib": over / MIB, "peak_mib": peak_rss() / MIB,
@@ -402,6 +387,7 @@ MEASURES: dict[str, Callable[..., Row]] = {
     "dataframe": dataframe,
     "checkpoint": checkpoint,
     "imports": imports,
+    **tracking.MEASURES,
 }
 
 

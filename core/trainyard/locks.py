@@ -15,6 +15,8 @@ __all__ = ["FileLock"]
 
 logger = logging.getLogger("trainyard")
 
+_TEXT_SIZE = 127
+
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -63,8 +65,9 @@ class FileLock:
                 return False
             time.sleep(0.01)
         try:
-            os.ftruncate(fd, 0)
-            os.write(fd, f"{platform.node()} {os.getpid()} {role}".strip().encode() + b"\n")
+            # one write over what stood there: nobody ever reads nothing
+            os.lseek(fd, 0, os.SEEK_SET)
+            os.write(fd, f"{platform.node()} {os.getpid()} {role}".encode().ljust(_TEXT_SIZE) + b"\n")
         except OSError:
             os.close(fd)
             raise
@@ -97,7 +100,7 @@ class FileLock:
         except OSError:
             return None
         try:
-            ours = _try_lock(fd)
+            ours = _try_lock(fd, shared=True)  # so that two who ask do not take each other for the holder
             if ours:
                 _unlock(fd)  # closing is not enough: a child that is forked in this moment has it open as well
             return None if ours is None else not ours
@@ -128,7 +131,7 @@ def _unlock(fd: int) -> None:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _try_lock(fd: int) -> bool | None:
+def _try_lock(fd: int, shared: bool = False) -> bool | None:
     """Whether we have it now; None: this filesystem has no locks."""
     try:
         if os.name == "nt":
@@ -140,7 +143,7 @@ def _try_lock(fd: int) -> bool | None:
         else:
             import fcntl
 
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
             return False

@@ -214,16 +214,22 @@ class RunDirectory:
     @property
     def alive(self) -> bool:
         """Whether a process writes to it. Its lock says so; on a filesystem without locks, the process' number does."""
-        holder, _ = self.lock.taken()
+        held, holder = self.lock.held, self.lock.taken()[0]
+        host, _, pid = holder.partition(" ")
+        gone = host == platform.node() and pid.isdecimal() and not _exists(int(pid))
+        deadline = time.monotonic() + 0.3
+        while held and gone and not holder.endswith(" sync") and time.monotonic() < deadline:
+            time.sleep(
+                0.01
+            )  # a process that it was starting has the lock until its exec; or somebody only now takes it
+            held, holder = self.lock.held, self.lock.taken()[0]
         if holder.endswith(" sync"):
             return False  # somebody is noting its death
-        held = self.lock.held
         if held is not None:
             return held
         if self.json.exists() and self.read().status != "running":
             return False
-        host, _, pid = holder.partition(" ")
-        return _exists(int(pid)) if host == platform.node() and pid.isdecimal() else not self.silent
+        return not gone if host == platform.node() and pid.isdecimal() else not self.silent
 
     @property
     def silent(self) -> bool:

@@ -155,8 +155,8 @@ def test_asking_leaves_no_lock_in_a_child(path, monkeypatch):
     children = []
     real = locks._try_lock
 
-    def forking(fd):
-        got = real(fd)
+    def forking(fd, shared=False):
+        got = real(fd, shared)
         children.append(os.dup(fd))  # as a forked child has it
         return got
 
@@ -168,3 +168,21 @@ def test_asking_leaves_no_lock_in_a_child(path, monkeypatch):
     assert FileLock(other).free
     for fd in children:
         os.close(fd)
+
+
+def test_two_who_ask_do_not_take_each_other_for_the_holder(path, monkeypatch):
+    """While one process looks whether a lock is free, it is free to another one that looks."""
+    FileLock(path).acquire()
+    other = path.with_name("other")
+    other.touch()
+    answers = []
+    real = locks._unlock
+
+    def asking(fd):
+        monkeypatch.undo()
+        answers.append(FileLock(other).free)  # in the very moment in which the first one has it
+        real(fd)
+
+    monkeypatch.setattr(locks, "_unlock", asking)
+    assert FileLock(other).free
+    assert answers == [True]

@@ -79,6 +79,7 @@ def blocks(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.filterwarnings("ignore")  # those of the libraries that a page uses are not ours
 def test_every_block_runs(page, tmp_path, monkeypatch):
     """A reader who types what a page says sees what it says."""
     monkeypatch.chdir(tmp_path)
